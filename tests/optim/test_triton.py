@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 import halfstep.optim.kernels.triton_kernels as kernels
 from halfstep.kernels import softmax_triton
-from halfstep.optim.kernels import cuda, kernel_for
+from halfstep.optim.kernels import cuda
 from halfstep.precision.masters.rounding import ROUNDING
 
 PROGRAMS = Path(__file__).with_name("triton_programs.py")
@@ -167,18 +167,3 @@ def test_the_loss_head_compiles_to_wide_code(dtype, tmp_path):
     require_no_spill(ptx, 90, tmp_path / "head.ptx")
     assert ".f64" not in ptx
     assert ptx.count("ld.global.v4.b32") == ptx.count("st.global.v4.b32") * 2 > 0
-
-
-def test_the_kernel_in_use_is_named(monkeypatch):
-    monkeypatch.delenv("HALFSTEP_KERNEL", raising=False)
-    cuda.triton_kernels.cache_clear()
-    assert kernel_for("cuda").name == "Triton kernels"
-    monkeypatch.setenv("HALFSTEP_KERNEL", "torch")
-    cuda.triton_kernels.cache_clear()
-    assert kernel_for("cuda").name == "torch operations (HALFSTEP_KERNEL=torch)"
-    monkeypatch.setenv("HALFSTEP_KERNEL", "")
-    monkeypatch.setitem(sys.modules, "halfstep.optim.kernels.triton_kernels", None)
-    cuda.triton_kernels.cache_clear()
-    assert "triton cannot be imported" in kernel_for("cuda").name
-    cuda.triton_kernels.cache_clear()
-    assert kernel_for("meta").name.startswith("torch operations")

@@ -173,7 +173,7 @@ class LoopScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickling, without the loop that the scaler is bound to."""
-        unbound = {"_optimizers": None, "_find_names": None, "_mixed": set()}
+        unbound: dict[str, Any] = {"_optimizers": None, "_find_names": None, "_mixed": set()}
         return super().__getstate__() | unbound
 
 

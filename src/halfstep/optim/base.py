@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+import halfstep.optim.kernels as kernels
 import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
-from halfstep.optim.kernels import Kernel, kernel_for, masters_kernel
 from halfstep.optim.kernels.cpu import RULES
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.moments import Moments
@@ -118,7 +118,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
         check_storage(update, moments)
         self.storage: dict[str, Any] = {"update": update, "moments": moments, "seed": seed}
         """How weights and moments are stored: see ``options.py``."""
-        self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[tuple[int, ...], _Kept] = {}  # by the ids of those that have gradients
         super().__init__(params, options)
 
@@ -139,7 +138,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled, copied or loaded state; what was looked up for another is not in it."""
         super().__setstate__(state)
-        self._kernels, self._kept = {}, {}
+        self._kept = {}
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse a group's invalid options and parameters."""
@@ -229,11 +228,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         return loss
 
     def _run(self, call: Call, plan: Plan) -> None:
-        self._kernel(call, plan).run(call.batch, plan)
-
-    def _kernel(self, call: Call, plan: Plan) -> Kernel:
-        device = "cuda" if plan.decision else call.parameters[0].device.type
-        return self._kernel_for(device, plan.algorithm.name)
+        kernels.run(call.batch, plan)
 
     def can_decide(self) -> bool:
         """Whether kernels heed a decision of the device.
@@ -251,14 +246,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
-        device = gradients[0].device.type if gradients else "cpu"
-        return self._kernel_for(device, self.algorithm.name).norm(gradients)
-
-    def _kernel_for(self, device: str, rule: str) -> Kernel:
-        """The kernel for a type of device and the name of an update rule, chosen once."""
-        if (device, rule) not in self._kernels:
-            self._kernels[device, rule] = kernel_for(device, rule)
-        return self._kernels[device, rule]
+        return kernels.norm(gradients)
 
     def _calls(self, gradients: Gradients | None) -> _Kept:
         """The kernel calls of a step with these gradients: those kept, unless anything changed."""
@@ -356,7 +344,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         for call, plan in due:
             pairs = zip(call.parameters, call.batch.tasks, strict=True)
             members += [(parameter, task, plan) for parameter, task in pairs]
-            below = self._kernel(call, plan).below(call.batch)
+            below = kernels.elements_below(call.batch, plan)
             if plan.decision is not None:  # a step that the device has skipped compares nothing
                 below.masked_fill_(plan.decision.found > 0, 0)
             found.append(below.to(found[0].device) if found else below)
@@ -465,9 +453,9 @@ class LowPrecisionOptimizer(OwnOptimizer):
             task = StepTask(flat(data, data), rest, (), (), _NO_GRADIENT, stream)
             key = update, data.dtype, data.device
             found.setdefault(key, []).append((task, flat(values[-1], data)))
-        for (update, _, device), members in found.items():
-            _, read = masters_kernel(device.type)
-            read(Batch([task for task, _ in members]), [value for _, value in members], update)
+        for (update, *_), members in found.items():
+            batch, into = Batch([task for task, _ in members]), [value for _, value in members]
+            kernels.read_masters(batch, into, update)
         return values
 
     @torch.no_grad()
@@ -483,9 +471,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
             self.state[parameter][REMAINDER] = held = torch.zeros_like(data, dtype=dtype)
             held = flat(held, data)
         new = flat(value.detach().float(), data)
-        store, _ = masters_kernel(data.device.type)
         task = StepTask(flat(data, data), held, (), (), new, stream)
-        store(Batch([task]), Plan(SET, (), update, "fp32", 1.0, self.storage["seed"], 0))
+        kernels.run(Batch([task]), Plan(SET, (), update, "fp32", 1.0, self.storage["seed"], 0))
         write_back(parameter, data)
 
     def _find(self, *parameters: nn.Parameter) -> list[tuple[dict[str, Any], int]]:

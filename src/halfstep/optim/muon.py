@@ -11,6 +11,7 @@ from typing import Any, Literal, Unpack, get_args
 import torch
 from torch import Tensor, nn
 
+import halfstep.optim.kernels as kernels
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import Call, LowPrecisionOptimizer
 from halfstep.optim.kernels.reference import Plan
@@ -131,7 +132,6 @@ class Muon(LowPrecisionOptimizer):
         if not group["use_muon"]:
             super()._run(call, plan)
             return
-        kernel = self._kernel_for(call.parameters[0].device.type, DIRECTED.name)
         for parameter, task in zip(call.parameters, call.batch.tasks, strict=True):
             whole = newton_schulz(self._averaged(group, plan, parameter, task))
             factor = adjustment(group["adjust_lr_fn"], *whole.shape)
@@ -146,7 +146,7 @@ class Muon(LowPrecisionOptimizer):
                 stream=task.stream,
             )
             moved = replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor)
-            kernel.run(Batch([move]), moved)
+            kernels.run(Batch([move]), moved)
 
     def _averaged(
         self, group: dict[str, Any], plan: Plan, parameter: nn.Parameter, task: StepTask
@@ -161,9 +161,7 @@ class Muon(LowPrecisionOptimizer):
             update="nearest",
         )
         weight = momentum.as_strided((momentum.numel(),), (1,))
-        self._kernel_for(parameter.device.type, SGD.name).run(
-            Batch([replace(task, weight=weight, remainder=None)]), average
-        )
+        kernels.run(Batch([replace(task, weight=weight, remainder=None)]), average)
         placed: Any = place_like(momentum, whole_of(parameter))
         return placed.full_tensor() if is_sharded(placed) else placed  # type: ignore[no-any-return]
 

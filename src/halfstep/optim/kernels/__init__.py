@@ -1,61 +1,60 @@
-"""Kernels that take one optimizer step on many tensors; the choice, by device and compilers."""
+"""Kernels that take one optimizer step on many tensors, chosen by device and compilers.
+
+All give the same bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from torch import Tensor
 
 import halfstep.optim.kernels.cuda as cuda
+import halfstep.optim.kernels.reference as reference
+import halfstep.optim.state as state
 from halfstep.optim.kernels.cpu import RULES, native_kernel
-from halfstep.optim.kernels.reference import Plan, read_masters, run_torch
-from halfstep.optim.state import Batch, elements_below
+from halfstep.optim.kernels.reference import Plan
+from halfstep.optim.rules import SET
+from halfstep.optim.state import Batch
+from halfstep.precision.masters.rounding import Update
 from halfstep.precision.scaling.gradients import global_norm
 
-Run = Callable[[Batch, Plan], None]
+
+def run(batch: Batch, plan: Plan) -> None:
+    """Take a step on tensors that share a plan, by the fastest kernel that there is for them."""
+    rule = plan.algorithm.name
+    if rule in (*RULES, SET.name) and _by_triton(batch, plan):
+        cuda.run_cuda(batch, plan)
+        return
+    compiled = native_kernel() if batch.tasks[0].weight.is_cpu and rule in RULES else ""
+    if isinstance(compiled, str):
+        reference.run_torch(batch, plan)
+    else:
+        compiled.run(batch, plan)
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """The functions that do the arithmetic of a step; all kernels give the same bits."""
+def norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all gradients together: an fp32 scalar, NaN or inf if an element is.
 
-    name: str  # a description for people, with the reason if it is not a fast kernel
-    run: Run  # takes a step on tensors that share a plan
-    # the 2-norm of all gradients together: an fp32 scalar, NaN or inf if an element is. Gradients
-    # are dense, fp32, bf16 or fp16, and on one device
-    norm: Callable[[Sequence[Tensor]], Tensor]
-    # how many elements of each 8-bit second moment are below its window, after a step
-    below: Callable[[Batch], Tensor] = elements_below
-
-
-def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
-    """The fastest kernel available for ``"cpu"``, ``"cuda"`` or another device type.
-
-    Args:
-        device_type: Of the tensors.
-        rule: The name of the update rule; compiled kernels know some of them.
+    Gradients are dense, fp32, bf16 or fp16, and on one device.
     """
-    reason: object = "no kernel for this device"
-    norm = global_norm
-    if device_type == "cpu":
-        native = reason = native_kernel()
-        if not isinstance(native, str):
-            if rule in RULES:
-                return Kernel("a kernel compiled for this CPU", native.run, native.norm)
-            reason = f"no compiled kernel has the rule {rule}"
-            norm = native.norm
-    elif device_type == "cuda":
-        reason = cuda.triton_kernels()
-        if not isinstance(reason, str):
-            if rule in RULES:
-                return Kernel("Triton kernels", cuda.run_cuda, norm, cuda.elements_below)
-            reason = f"no Triton kernel has the rule {rule}"
-    return Kernel(f"torch operations ({reason})", run_torch, norm)
+    compiled = native_kernel() if not gradients or gradients[0].is_cpu else ""
+    return global_norm(gradients) if isinstance(compiled, str) else compiled.norm(gradients)
 
 
-def masters_kernel(device_type: str) -> tuple[Run, Callable[..., None]]:
-    """What stores masters, as a step whose rule is ``SET``, and what reads them."""
-    if device_type == "cuda" and not isinstance(cuda.triton_kernels(), str):
-        return cuda.run_cuda, cuda.read_masters
-    return run_torch, read_masters
+def elements_below(batch: Batch, plan: Plan) -> Tensor:
+    """Count the elements of each 8-bit second moment that are below its window, after a step."""
+    counts = cuda.elements_below if _by_triton(batch, plan) else state.elements_below
+    return counts(batch)
+
+
+def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None:
+    """Write the masters of each task into the fp32 tensor for it."""
+    (cuda if _by_triton(batch) else reference).read_masters(batch, values, update)
+
+
+def _by_triton(batch: Batch, plan: Plan | None = None) -> bool:
+    """Whether the Triton kernels take a batch: on CUDA, and where the device has decided."""
+    decided = plan is not None and plan.decision is not None
+    on_gpu = decided or batch.tasks[0].weight.is_cuda
+    return on_gpu and not isinstance(cuda.triton_kernels(), str)
