@@ -22,12 +22,11 @@ import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
 from halfstep.optim.kernels.cpu import RULES
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.moments import Moments
+from halfstep.optim.moments import FORMATS, Moments
 from halfstep.optim.options import (
     GRADIENTS,
     check_group,
     check_storage,
-    kept_moments,
     no_update,
     refused_gradient,
     update_of,
@@ -304,7 +303,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
             copied = copied or task.weight.data_ptr() != parameter.data_ptr()
             turned = turned or copied or gradient.stride() != parameter.stride()
             update = update_of(self.storage["update"], parameter)
-            moments = kept_moments(rule.moments, self.storage["moments"], state)
+            # as the tensors show: they may be older than this format, or have fallen back to bf16
+            moments = FORMATS[task.moments[0].dtype] if task.moments else "fp32"
             kinds = parameter.dtype, gradient.dtype, parameter.device
             key = (number, update, moments, int(state["step"].numpy()), *kinds)
             found.setdefault(key, []).append((parameter, task, state["step"]))

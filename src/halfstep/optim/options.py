@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.moments import DTYPES, Moments
-from halfstep.optim.state import stored_moment
+from halfstep.optim.moments import Moments
 from halfstep.precision.masters.rounding import ROUNDING, Update
 
 _WEIGHTS = (torch.float32, torch.bfloat16)
@@ -28,21 +27,6 @@ class Storage(TypedDict, total=False):
 def update_of(chosen: Update | None, parameter: Tensor) -> Update:
     """The rounding mode of a parameter; fp32 weights need none, so "nearest"."""
     return chosen or "nearest" if parameter.dtype == torch.bfloat16 else "nearest"
-
-
-def kept_moments(names: Sequence[str], chosen: Moments | None, state: Mapping[str, Any]) -> Moments:
-    """The format of a parameter's moments, as its tensors show it; ``chosen`` before it has any.
-
-    That is what new moments get: these may be older than it, or have fallen back to bf16.
-    """
-    stored = (stored_moment(state, name)[0] for name in names)
-    dtypes = [values.dtype for values in stored if values is not None]
-    if not dtypes:
-        return chosen or "fp32"
-    formats = {dtype: moments for moments, dtype in DTYPES.items()}
-    if dtypes[0] not in formats:
-        raise PrecisionError(f"a moment is {dtypes[0]}; allowed: fp32, bf16 and, for 8 bits, uint8")
-    return formats[dtypes[0]]
 
 
 def require_option(holds: bool, name: str, value: object, allowed: str) -> None:
