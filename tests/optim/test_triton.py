@@ -26,7 +26,7 @@ from halfstep.optim.kernels import cuda
 from halfstep.precision.masters.rounding import ROUNDING
 
 PROGRAMS = Path(__file__).with_name("triton_programs.py")
-QUICK = ("bits-directed", "bits-lion", "host-lion", "extremes", "huge", "masters", "captures")
+QUICK = ("bits-directed", "bits-lion", "host-lion", "extremes", "tiles", "masters", "captures")
 
 
 def outcomes(names):
