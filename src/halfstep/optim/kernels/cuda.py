@@ -83,37 +83,30 @@ def _addresses(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor,
 
 
 @lru_cache(maxsize=32)
-def _owners(device: torch.device, counts: tuple[int, ...], size: int) -> Tensor:
-    """The tensor of each program, and its number among this tensor's ``ceil(count / size)``."""
-    programs = [-(-count // size) for count in counts]
+def _owners(device: torch.device, counts: tuple[int, ...]) -> Tensor:
+    """The tensor of each program, and its number among this tensor's."""
+    programs = [-(-count // _UPDATED) for count in counts]
     tensors = torch.arange(len(counts)).repeat_interleave(torch.tensor(programs))
     within = torch.cat([torch.arange(number) for number in programs])
     return _copied(torch.stack([tensors, within], 1).to(torch.int32), device)
 
 
-def _launch(kernel: str, owners: Tensor, *arguments: object, **constants: object) -> None:
-    kernels = triton_kernels()
-    assert isinstance(kernels, ModuleType)
-    device = owners.device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        if len(owners):
-            getattr(kernels, kernel)[(len(owners),)](
-                owners, *arguments, **constants, **kernels.LAUNCH
-            )
-
-
-def _launch_batch(
+def _launch(
     kernel: str, batch: Batch, values: Sequence[Tensor], *arguments: object, **constants: object
 ) -> None:
     """Launch a kernel over the tiles of a batch, with a value for each element of its weights."""
     if not isinstance(batch.native, _Rows):
         batch.native = _rows(batch.tasks)
-    rows = batch.native
-    table, aligned = _addresses(values, rows.table.device)
-    _launch(
-        kernel, rows.owners, rows.table, table, *arguments, **constants,
-        aligned=aligned and rows.aligned, rows=ROWS, tiles=TILES,
-    )  # fmt: skip
+    kernels, rows = triton_kernels(), batch.native
+    assert isinstance(kernels, ModuleType)
+    device = rows.table.device
+    table, aligned = _addresses(values, device)
+    constants |= {"aligned": aligned and rows.aligned, "rows": ROWS, "tiles": TILES}
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if len(rows.owners):
+            getattr(kernels, kernel)[(len(rows.owners),)](
+                rows.owners, rows.table, table, *arguments, **constants, **kernels.LAUNCH
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +129,7 @@ def _rows(tasks: Sequence[StepTask]) -> _Rows:
         aligned = aligned and not any(address % 16 for address in addresses)
         content += [*addresses, tops[0], tops[-1], task.weight.numel(), task.stream]
     counts = tuple(task.weight.numel() for task in tasks)
-    return _Rows(_table(device, tuple(content)), _owners(device, counts, _UPDATED), aligned)
+    return _Rows(_table(device, tuple(content)), _owners(device, counts), aligned)
 
 
 def run_cuda(batch: Batch, plan: Plan) -> None:
@@ -148,7 +141,7 @@ def run_cuda(batch: Batch, plan: Plan) -> None:
             "random bits at every replay; leave it out of the graph"
         )
     numbers = tuple(map(float, (plan.multiplier, *plan.constants)))  # an int would recompile
-    _launch_batch(
+    _launch(
         "update_kernel",
         batch,
         [task.gradient for task in batch.tasks],
@@ -179,11 +172,11 @@ def elements_below(batch: Batch) -> Tensor:
     gradients = [task.gradient for task in batch.tasks]
     counts = torch.zeros(len(gradients), dtype=torch.int32, device=gradients[0].device)
     dtype = _NAMES[gradients[0].dtype]
-    _launch_batch("below_kernel", batch, gradients, counts, gradient_dtype=dtype)
+    _launch("below_kernel", batch, gradients, counts, gradient_dtype=dtype)
     return counts
 
 
 def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None:
     """Read as ``reference.read_masters`` does, in one launch."""
-    _launch_batch("masters_kernel", batch, values, update=_stored(batch.tasks[0], update))
+    _launch("masters_kernel", batch, values, update=_stored(batch.tasks[0], update))
     increment_version(values)
