@@ -39,6 +39,7 @@ from halfstep.optim.state import (
     as_values,
     convert,
     dense,
+    elements_below,
     fits,
     flat,
     is_due,
@@ -344,7 +345,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         for call, plan in due:
             pairs = zip(call.parameters, call.batch.tasks, strict=True)
             members += [(parameter, task, plan) for parameter, task in pairs]
-            below = kernels.elements_below(call.batch, plan)
+            below = elements_below(call.batch)
             if plan.decision is not None:  # a step that the device has skipped compares nothing
                 below.masked_fill_(plan.decision.found > 0, 0)
             found.append(below.to(found[0].device) if found else below)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import halfstep.optim.kernels.cuda as cuda
 import halfstep.optim.kernels.reference as reference
-import halfstep.optim.state as state
 from halfstep.optim.kernels.cpu import RULES, native_kernel
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.rules import SET
@@ -40,12 +39,6 @@ def norm(gradients: Sequence[Tensor]) -> Tensor:
     """
     compiled = native_kernel() if not gradients or gradients[0].is_cpu else ""
     return global_norm(gradients) if isinstance(compiled, str) else compiled.norm(gradients)
-
-
-def elements_below(batch: Batch, plan: Plan) -> Tensor:
-    """Count the elements of each 8-bit second moment that are below its window, after a step."""
-    counts = cuda.elements_below if _by_triton(batch, plan) else state.elements_below
-    return counts(batch)
 
 
 def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None:

@@ -167,15 +167,6 @@ def _signed(seed: int) -> int:
     return (seed + 0x80000000 & 0xFFFFFFFF) - 0x80000000
 
 
-def elements_below(batch: Batch) -> Tensor:
-    """Count as ``state.elements_below`` does, in one launch."""
-    gradients = [task.gradient for task in batch.tasks]
-    counts = torch.zeros(len(gradients), dtype=torch.int32, device=gradients[0].device)
-    dtype = _NAMES[gradients[0].dtype]
-    _launch("below_kernel", batch, gradients, counts, gradient_dtype=dtype)
-    return counts
-
-
 def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None:
     """Read as ``reference.read_masters`` does, in one launch."""
     _launch("masters_kernel", batch, values, update=_stored(batch.tasks[0], update))

@@ -407,28 +407,6 @@ def update_kernel(  # noqa: ANN201
 
 
 @triton.jit
-def below_kernel(  # noqa: ANN201
-    owners, table, gradients, counts,  # noqa: ANN001
-    gradient_dtype: tl.constexpr, aligned: tl.constexpr, rows: tl.constexpr, tiles: tl.constexpr,
-):  # fmt: skip
-    """Count the elements of each tensor that are below their windows: ``state.elements_below``."""
-    tile: tl.constexpr = rows * LANES
-    task, row, count, start, end = _task(owners, table, tile, tiles)
-    at = tl.arange(0, rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    found = tl.zeros([rows, LANES], tl.int32)
-    while start < end:
-        left = tl.minimum(count - start, tile).to(tl.int32)
-        gradient_at = _gradient_at(gradients + task, gradient_dtype, aligned) + start
-        g = _read_gradient(gradient_at, at, left, gradient_dtype, True)
-        codes = load(pointer(row, SECOND, tl.uint8, aligned) + start, at, left, True)
-        tops = pointer(row, SECOND_TOPS, tl.uint8, False) + start // LANES
-        top = load(tops, tl.arange(0, rows), (left + LANES - 1) // LANES, True)
-        found += ((codes == 1) & (g != 0) & (top != _BROKEN)[:, None]).to(tl.int32)
-        start += tile
-    tl.atomic_add(counts + task, tl.sum(found))
-
-
-@triton.jit
 def masters_kernel(  # noqa: ANN201
     owners, table, values,  # noqa: ANN001
     update: tl.constexpr, aligned: tl.constexpr, rows: tl.constexpr, tiles: tl.constexpr,
