@@ -396,7 +396,6 @@ def stepped(moments: str = "8bit", shape: tuple[int, ...] = (10, 30), way: str =
 MISFITS = {
     "another shape": lambda s: s["state"][0].update(exp_avg_codes=torch.zeros(30, 10)),
     "a moment less": lambda s: s["state"][0].pop("exp_avg_sq_codes"),
-    "a parameter more": lambda s: s["state"].update({1: s["state"][0]}),
     "a group more": lambda s: s["param_groups"].append(s["param_groups"][0]),
     "another remainder": lambda s: s["state"][0].update(
         remainder=torch.zeros(3, dtype=torch.int16)

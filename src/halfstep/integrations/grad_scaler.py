@@ -38,6 +38,7 @@ from halfstep.integrations.optimizer_tensors import (
     accepts_low_precision,
     local_gradients,
     name_table,
+    owned,
     parameter_names,
     refuse_pure,
     stored_gradients,
@@ -123,7 +124,6 @@ class GradScaler(torch.amp.GradScaler):
         self._ranks = None if ranks is None else ranks_of_this_process(device, ranks)
         self._names = name_table(names)
         self._allow_pure = allow_pure
-        self._strict = strict
         self._bounds: tuple[float, float] | None = STRICT_BOUNDS if strict else None
         if self._bounds is not None:
             self._require_within(init_scale, "init_scale")
@@ -216,11 +216,10 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             self._stepping = False
         self._remember(optimizer)
-        error = None
         if not self._host_flag:
             error = unmoved(lambda target: parameter_names(optimizer, self._names)[target])
-        if error is not None:
-            raise error
+            if error is not None:
+                raise error
         return value
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -286,15 +285,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def _agreeing(self, *optimizers: Optimizer) -> Ranks:
         """The ranks that step with this one."""
-        held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        return ranks_of_this_process(self._device, self._ranks, held)
+        return ranks_of_this_process(self._device, self._ranks, owned(*optimizers))
 
     # --- inside of torch's calls ------------------------------------------------------------------
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        if (self._strict or not self._as_torch) and not self._allow_pure:
+        if (self._bounds is not None or not self._as_torch) and not self._allow_pure:
             refuse_pure(optimizer, self._names)
         allowed = allow_fp16 or accepts_low_precision(optimizer)
         ranks = self._agreeing(optimizer)

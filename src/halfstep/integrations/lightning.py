@@ -103,7 +103,14 @@ class HalfstepPrecision(LightningPrecision):
             PrecisionError: If policy, model, optimizer and strategy are incompatible.
         """
         module: Any = model if isinstance(model, LightningModule) else model.module
-        check_strategy(module.trainer.strategy, self.policy)
+        strategy = type(module.trainer.strategy).__name__
+        if strategy not in ("SingleDeviceStrategy", "DDPStrategy"):
+            raise PrecisionError(
+                f"strategy {strategy} shards weights or owns a loss scaler, so policy "
+                f"{self.policy} cannot be honoured there; allowed: a single device, or "
+                "strategy='ddp'. For sharded training use halfstep.distributed "
+                "(docs/distributed.md)"
+            )
         if module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluate(module)  # a strategy keeps an earlier fit's optimizers
             return model, optimizers, lr_schedulers
@@ -330,16 +337,6 @@ def lightning_name(policy: PrecisionPolicy) -> str:
         return "32-true"
     form = "bf16" if policy.compute_dtype == torch.bfloat16 else "16"
     return f"{form}-mixed" if policy.param_dtype == torch.float32 else f"{form}-true"
-
-
-def check_strategy(strategy: object, policy: object) -> None:
-    """Refuse strategies that cast, shard or scale themselves."""
-    if type(strategy).__name__ not in ("SingleDeviceStrategy", "DDPStrategy"):
-        raise PrecisionError(
-            f"strategy {type(strategy).__name__} shards weights or owns a loss scaler, so policy "
-            f"{policy} cannot be honoured there; allowed: a single device, or strategy='ddp'. For "
-            "sharded training use halfstep.distributed (docs/distributed.md)"
-        )
 
 
 def check_search(trainer: Any, policy: PrecisionPolicy) -> None:

@@ -526,18 +526,10 @@ class LowPrecisionOptimizer(OwnOptimizer):
                     f"the saved state is from an optimizer with {option}=True, which "
                     f"{type(self).__name__} does not have"
                 )
-        parameters = [parameter for _, _, parameter in self._members()]
-        numbers = [number for group in groups for number in group["params"]]
-        by_number = dict(zip(numbers, parameters, strict=False))
-        fresh: dict[Tensor, dict[str, Any]] = {}
-        for number, entry in state_dict["state"].items():
-            if number not in by_number:
-                raise PrecisionError(
-                    f"the saved state is for more than {len(by_number)} parameters, this optimizer "
-                    f"has {len(parameters)}"
-                )
-            fresh[by_number[number]] = self.convert(by_number[number], entry)
-        return fresh
+        numbers = (number for group in groups for number in group["params"])
+        places = zip(numbers, self._members(), strict=False)
+        state = state_dict["state"]
+        return {p: self.convert(p, state[n]) for n, (_, _, p) in places if n in state}
 
     def convert(self, parameter: nn.Parameter, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a parameter's saved state, from any optimizer, to this optimizer's formats."""

@@ -15,7 +15,7 @@ import halfstep.optim.kernels as kernels
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import Call, LowPrecisionOptimizer
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.options import Storage, require_option
+from halfstep.optim.options import Storage, require_option, torch_defaults
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
 from halfstep.optim.state import Batch, StepTask, dense, flat
 from halfstep.precision.agreement import MARK
@@ -114,8 +114,7 @@ class Muon(LowPrecisionOptimizer):
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "use_muon": True},
         }
-        shared: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        torch.optim.AdamW([torch.empty(0)], **shared)  # which refuses numbers out of range
+        torch_defaults(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, options, **storage)
 
     def check_group(self, group: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.options import Storage
+from halfstep.optim.options import Storage, torch_defaults
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
 
 
@@ -49,9 +49,10 @@ class AdamW(LowPrecisionOptimizer):
             storage: ``update``, the rounding mode of bf16 weights; ``moments``, their format;
                 ``seed``, of stochastic rounding.
         """
-        options: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         # all keys of torch's, so that a sharded checkpoint, which is read by key, goes both ways
-        theirs = torch.optim.AdamW([torch.empty(0)], **options).defaults
+        theirs = torch_defaults(
+            torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
+        )
         super().__init__(params, theirs, **storage)
 
 
@@ -74,9 +75,8 @@ class SGD(LowPrecisionOptimizer):
 
         The first six arguments are those of ``torch.optim.SGD``.
         """
-        theirs = torch.optim.SGD(
-            [torch.empty(0)], lr, momentum, dampening, weight_decay, nesterov
-        ).defaults
+        options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        theirs = torch_defaults(torch.optim.SGD, lr=lr, weight_decay=weight_decay, **options)
         super().__init__(params, theirs, **storage)
 
 
@@ -94,6 +94,6 @@ class Lion(LowPrecisionOptimizer):
         **storage: Unpack[Storage],
     ) -> None:
         """Make the optimizer; the options are those of :class:`AdamW`."""
-        options: Any = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        torch.optim.AdamW([torch.empty(0)], **options)  # which refuses numbers out of range
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        torch_defaults(torch.optim.AdamW, **options)
         super().__init__(params, options, **storage)

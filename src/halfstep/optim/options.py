@@ -7,6 +7,7 @@ from typing import Any, TypedDict, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import Moments
@@ -33,6 +34,14 @@ def require_option(holds: bool, name: str, value: object, allowed: str) -> None:
     """Raise unless ``holds``; the message begins like ``torch.optim``'s, which programs match."""
     if not holds:
         raise PrecisionError(f"Invalid {name}: {value}; allowed: {allowed}")
+
+
+def torch_defaults(kind: type[Optimizer], **options: Any) -> dict[str, Any]:
+    """All options of an optimizer of torch's, which refuses numbers out of range."""
+    try:
+        return kind([torch.empty(0)], **options).defaults
+    except ValueError as error:
+        raise PrecisionError(f"{error}; allowed: what torch.optim.{kind.__name__} takes") from None
 
 
 def check_storage(update: Update | None, moments: Moments | None) -> None:
