@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ from halfstep.optim.options import (
 from halfstep.optim.rules import SET, Algorithm
 from halfstep.optim.state import (
     FELL_BACK,
+    SHARE,
     Batch,
     StepTask,
     as_values,
@@ -43,7 +45,6 @@ from halfstep.optim.state import (
     fits,
     flat,
     is_due,
-    must_fall_back,
     new_step,
     stored_moment,
     wide_moments,
@@ -237,16 +238,15 @@ class LowPrecisionOptimizer(OwnOptimizer):
         """
         devices = {p.device for group in self.param_groups for p in group["params"]}
         own_step = inspect.unwrap(type(self).step) is inspect.unwrap(LowPrecisionOptimizer.step)
+        on_gpu = {d.type for d in devices} == {"cuda"} or os.environ.get("TRITON_INTERPRET") == "1"
         known = own_step and len(devices) == 1 and self.algorithm.name in RULES
-        return known and cuda.can_launch(*devices)
+        return known and on_gpu and not isinstance(cuda.triton_kernels(), str)
 
     def uncount(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take back that a step counts, which the device has not applied."""
         torch._foreach_sub_([self.state[p]["step"] for p in parameters], 1)
 
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
-        return kernels.norm(gradients)
+    norm = staticmethod(kernels.norm)
 
     def _calls(self, gradients: Gradients | None) -> _Kept:
         """The kernel calls of a step with these gradients: those kept, unless anything changed."""
@@ -351,7 +351,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
             found.append(below.to(found[0].device) if found else below)
         counts = torch.cat(found).tolist()  # the host waits once
         sizes = [task.weight.numel() for _, task, _ in members]
-        falls = [must_fall_back(*pair) for pair in zip(counts, sizes, strict=True)]
+        falls = [below >= max(n * SHARE, 1) for below, n in zip(counts, sizes, strict=True)]
         if self.agree_on_fallback is not None:
             falls = self.agree_on_fallback(falls)
         fallen = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,7 +86,7 @@ def convert(
         state[FELL_BACK] = new_step(float(entry[FELL_BACK]))
     if any(stored_moment(entry, name)[0] is not None for name in names):
         # torch.optim.SGD saves no step; 1 says that its momentum has begun.
-        state["step"] = new_step(_count(entry.get("step", 1)))
+        state["step"] = new_step(float(entry.get("step", 1)))
         draw = partial(random_bits, seed, int(state["step"]), data.numel(), stream=2 * stream + 1)
         for i, name in enumerate(names):
             values, tops = stored_moment(entry, name)
@@ -101,14 +100,6 @@ def convert(
         held = _of_shape(f"saved remainder of parameter {stream}", held, data)
         state[REMAINDER] = _like(flat(held, data), data)
     return state
-
-
-def _count(step: Any) -> float:
-    if isinstance(step, Tensor) and step.numel() == 1 and not step.is_meta:
-        step = step.item()
-    if not isinstance(step, int | float) or not 0 <= step < math.inf:
-        raise PrecisionError(f"the saved step is {step!r:.60}; allowed: a number of steps, from 0")
-    return float(step)
 
 
 def _of_shape(what: str, saved: Any, data: Tensor) -> Tensor:
@@ -317,11 +308,6 @@ def elements_below(batch: Batch) -> Tensor:
             if below is not None:
                 count += below.sum()
     return counts
-
-
-def must_fall_back(below: int, elements: int) -> bool:
-    """Whether a tensor with ``below`` elements below their windows falls back to bf16."""
-    return below > 0 and below >= elements * SHARE
 
 
 def wide_moments(

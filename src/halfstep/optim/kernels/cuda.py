@@ -53,12 +53,6 @@ def triton_kernels() -> ModuleType | str:
     return kernels
 
 
-def can_launch(device: torch.device) -> bool:
-    """Whether there are kernels for a device: CUDA, or any under Triton's interpreter."""
-    right = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    return right and not isinstance(triton_kernels(), str)
-
-
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -146,7 +140,7 @@ def run_cuda(batch: Batch, plan: Plan) -> None:
         batch,
         [task.gradient for task in batch.tasks],
         None if plan.decision is None else plan.decision.numbers,
-        _signed(plan.seed),
+        (plan.seed + 0x80000000 & 0xFFFFFFFF) - 0x80000000,  # int32, as any seed fits one kernel
         plan.step,
         *(numbers + (0.0,) * (9 - len(numbers))),
         rule=plan.algorithm.name,
@@ -160,11 +154,6 @@ def run_cuda(batch: Batch, plan: Plan) -> None:
 
 def _stored(task: StepTask, update: Update) -> str:
     return "fp32" if task.weight.dtype == torch.float32 else update
-
-
-def _signed(seed: int) -> int:
-    """A seed's low 32 bits as an int32, so that no seed needs a kernel of its own."""
-    return (seed + 0x80000000 & 0xFFFFFFFF) - 0x80000000
 
 
 def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None:
