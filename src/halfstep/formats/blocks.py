@@ -51,9 +51,7 @@ class ExponentFormat:
     **Source:** OCP MX 1.0, 5.4.1: 8 bits, bias 127, from 2^-127 to 2^127.
     """
 
-    name = "e8m0"
     dtype = torch.float8_e8m0fnu
-    bits = 8
 
     def encode(self, values: Tensor) -> Tensor:
         """The codes, uint8, of the powers of two at or above fp32 ``values``, none negative.

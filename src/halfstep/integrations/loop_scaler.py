@@ -32,7 +32,6 @@ from halfstep.integrations.optimizer_tensors import (
 from halfstep.precision.checks import some
 from halfstep.precision.scaling.gradients import NonFinite, OneRank
 
-Optimizers = Callable[[], Sequence[Optimizer]]
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
@@ -48,12 +47,12 @@ class LoopScaler(GradScaler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._optimizers: Optimizers | None = None
+        self._optimizers: Callable[[], Sequence[Optimizer]] | None = None
         self._find_names: Named | None = None
         self._mixed: set[int] = set()  # ids: a backward came after their gradients were unscaled
         self._losses_sum: Tensor | None = None  # of the micro-batches since the last update
 
-    def bind(self, optimizers: Optimizers, named: Named) -> None:
+    def bind(self, optimizers: Callable[[], Sequence[Optimizer]], named: Named) -> None:
         """Bind the scaler to a loop.
 
         Args:

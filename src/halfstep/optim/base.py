@@ -169,10 +169,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
                     f"{wanted!r}; leave {key} out there, or change the policy"
                 )
 
-    def set_precision(self, update: Update, moments: Moments) -> None:
-        """Set what :meth:`check_precision` accepts."""
-        self.storage["update"], self.storage["moments"] = update, moments
-
     def check_step(self, gradients: Gradients) -> None:
         """Refuse a bf16 weight without ``update``, and gradients that no kernel accepts."""
         silent = [

@@ -14,19 +14,11 @@ from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK, BROKEN, DTYPES, Moments, decode, encode, zeros
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update, random_bits
 
-CODES = "_codes"
+CODES = "_codes"  # not the moment's own name, as ``torch.optim`` would take codes for values
 TOPS = "_tops"
 FELL_BACK = "moments_fell_back"
 """The key of the step at which a parameter's 8-bit moments became bf16: see :func:`is_due`."""
 _SIGNED = ("exp_avg", "momentum_buffer")
-
-
-def codes_of(moment: str) -> str:
-    """The key of an 8-bit moment's codes.
-
-    It is not the moment's own name, because ``torch.optim`` would take codes for values.
-    """
-    return moment + CODES
 
 
 def tops_of(moment: str) -> str:
@@ -39,7 +31,7 @@ def stored_moment(state: Mapping[str, Any], name: str) -> tuple[Tensor | None, T
 
     Codes under the moment's own name, as in older versions and checkpoint files, are found too.
     """
-    values = state.get(codes_of(name))
+    values = state.get(name + CODES)
     return (state.get(name) if values is None else values), state.get(tops_of(name))
 
 
@@ -55,7 +47,7 @@ def zero_moment(name: str, parameter: Tensor, moments: Moments) -> dict[str, Ten
 
 
 def _entries(name: str, values: Tensor, tops: Tensor | None) -> dict[str, Tensor]:
-    return {name: values} if tops is None else {codes_of(name): values, tops_of(name): tops}
+    return {name: values} if tops is None else {name + CODES: values, tops_of(name): tops}
 
 
 @torch.no_grad()

@@ -301,7 +301,7 @@ def _write_weight(  # noqa: ANN202
     weight_at, remainder_at, at, count, w, random,  # noqa: ANN001
     update: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
-    """Store a master as a weight and its remainder; see ``reference.store_``."""
+    """Store a master as a weight and its remainder; see ``reference._chunk``."""
     if update == "fp32":
         _store(weight_at, at, count, w, masked)
     elif update == "split":
