@@ -245,23 +245,6 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def test_it_is_built_once_and_found_again_and_anew_with_other_flags(
-    kernel, fresh_build, monkeypatch
-):
-    wanted = step_once()
-    (library,) = (fresh_build / "cache" / "halfstep" / "kernels").iterdir()
-    assert library.name.startswith("cpu-")
-    assert library.suffix == ".so"
-    before = library.stat().st_mtime_ns
-    native_kernel.cache_clear()
-    assert torch.equal(step_once(), wanted)
-    assert library.stat().st_mtime_ns == before
-    monkeypatch.setenv("CXXFLAGS", "-g1")
-    native_kernel.cache_clear()
-    assert torch.equal(step_once(), wanted)
-    assert len([*library.parent.iterdir()]) == 2
-
-
 def test_without_a_compiler_the_torch_operations_step_and_the_reason_is_told(
     fresh_build, monkeypatch
 ):
