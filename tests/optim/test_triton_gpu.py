@@ -94,23 +94,6 @@ def test_same_bits_as_torch_operations(rule, gradient, moments, update, skip):
         assert same(value, master(task.weight, task.remainder, how))
 
 
-def test_the_optimizer_uses_one_launch_and_does_not_wait(no_synchronisation):
-    assert not isinstance(cuda.triton_kernels(), str)
-    parameters = [torch.nn.Parameter(torch.randn(300 + i, device=DEVICE)) for i in range(20)]
-    optimizer = AdamW(parameters, lr=1e-2, moments="8bit")
-    for p in parameters:
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    with no_synchronisation():
-        optimizer.step()
-    events = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    with events:
-        optimizer.step()
-        torch.cuda.synchronize()
-    names = [event.name for event in events.events() if "update_kernel" in event.name]
-    assert len(names) == 1
-
-
 def test_gradients_of_a_step_are_not_kept_alive():
     model = torch.nn.Linear(300, 40, device=DEVICE)
     precision = Precision("bf16-split", model, AdamW(model.parameters(), lr=0.01))
