@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-import halfstep.optim.kernels as kernels
 import halfstep.optim.kernels.cuda as cuda
+import halfstep.optim.kernels.reference as reference
 from halfstep.errors import PrecisionError
-from halfstep.optim.kernels.cpu import RULES
+from halfstep.optim.kernels.cpu import RULES, native_kernel
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.moments import FORMATS, Moments
 from halfstep.optim.options import (
@@ -53,6 +53,7 @@ from halfstep.optim.state import (
 )
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update
 from halfstep.precision.masters.stepping import DeviceDecision, Gradients, OwnOptimizer
+from halfstep.precision.scaling.gradients import global_norm
 
 _NO_GRADIENT = torch.empty(0)
 _SETS = 8  # sets of parameters with gradients whose calls are kept, as of losses that take turns
@@ -225,7 +226,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         return loss
 
     def _run(self, call: Call, plan: Plan) -> None:
-        kernels.run(call.batch, plan)
+        run_kernel(call.batch, plan)
 
     def can_decide(self) -> bool:
         """Whether kernels heed a decision of the device.
@@ -242,7 +243,10 @@ class LowPrecisionOptimizer(OwnOptimizer):
         """Take back that a step counts, which the device has not applied."""
         torch._foreach_sub_([self.state[p]["step"] for p in parameters], 1)
 
-    norm = staticmethod(kernels.norm)
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
+        compiled = native_kernel() if not gradients or gradients[0].is_cpu else ""
+        return global_norm(gradients) if isinstance(compiled, str) else compiled.norm(gradients)
 
     def _calls(self, gradients: Gradients | None) -> _Kept:
         """The kernel calls of a step with these gradients: those kept, unless anything changed."""
@@ -452,7 +456,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
             found.setdefault(key, []).append((task, flat(values[-1], data)))
         for (update, *_), members in found.items():
             batch, into = Batch([task for task, _ in members]), [value for _, value in members]
-            kernels.read_masters(batch, into, update)
+            (cuda if _by_triton(batch) else reference).read_masters(batch, into, update)
         return values
 
     @torch.no_grad()
@@ -469,7 +473,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
             held = flat(held, data)
         new = flat(value.detach().float(), data)
         task = StepTask(flat(data, data), held, (), (), new, stream)
-        kernels.run(Batch([task]), Plan(SET, (), update, "fp32", 1.0, self.storage["seed"], 0))
+        run_kernel(Batch([task]), Plan(SET, (), update, "fp32", 1.0, self.storage["seed"], 0))
         write_back(parameter, data)
 
     def _find(self, *parameters: nn.Parameter) -> list[tuple[dict[str, Any], int]]:
@@ -539,3 +543,26 @@ class LowPrecisionOptimizer(OwnOptimizer):
             seed=self.storage["seed"],
             stream=stream,
         )
+
+
+# The choice of a kernel, by device and compilers; all give the same bits.
+
+
+def run_kernel(batch: Batch, plan: Plan) -> None:
+    """Take a step on tensors that share a plan, by the fastest kernel that there is for them."""
+    rule = plan.algorithm.name
+    if rule in (*RULES, SET.name) and _by_triton(batch, plan):
+        cuda.run_cuda(batch, plan)
+        return
+    compiled = native_kernel() if batch.tasks[0].weight.is_cpu and rule in RULES else ""
+    if isinstance(compiled, str):
+        reference.run_torch(batch, plan)
+    else:
+        compiled.run(batch, plan)
+
+
+def _by_triton(batch: Batch, plan: Plan | None = None) -> bool:
+    """Whether the Triton kernels take a batch: on CUDA, and where the device has decided."""
+    decided = plan is not None and plan.decision is not None
+    on_gpu = decided or batch.tasks[0].weight.is_cuda
+    return on_gpu and not isinstance(cuda.triton_kernels(), str)

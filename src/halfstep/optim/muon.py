@@ -11,9 +11,8 @@ from typing import Any, Literal, Unpack, get_args
 import torch
 from torch import Tensor, nn
 
-import halfstep.optim.kernels as kernels
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import Call, LowPrecisionOptimizer
+from halfstep.optim.base import Call, LowPrecisionOptimizer, run_kernel
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.options import Storage, require_option, torch_defaults
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
@@ -145,7 +144,7 @@ class Muon(LowPrecisionOptimizer):
                 stream=task.stream,
             )
             moved = replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor)
-            kernels.run(Batch([move]), moved)
+            run_kernel(Batch([move]), moved)
 
     def _averaged(
         self, group: dict[str, Any], plan: Plan, parameter: nn.Parameter, task: StepTask
@@ -160,7 +159,7 @@ class Muon(LowPrecisionOptimizer):
             update="nearest",
         )
         weight = momentum.as_strided((momentum.numel(),), (1,))
-        kernels.run(Batch([replace(task, weight=weight, remainder=None)]), average)
+        run_kernel(Batch([replace(task, weight=weight, remainder=None)]), average)
         placed: Any = place_like(momentum, whole_of(parameter))
         return placed.full_tensor() if is_sharded(placed) else placed  # type: ignore[no-any-return]
 

@@ -109,11 +109,8 @@ class DeviceDecision:
 def decide_by_torch(loss: Tensor, gradients: Gradients, max_norm: float | None) -> DeviceDecision:
     """Decide on a step by torch's multi-tensor operations, which read every gradient once.
 
-    **Source:** a flag on the device as in NVIDIA Apex's capturable optimizers and torch's fused
-    ones.
-
     In fp64 no square of a finite fp32 number overflows or vanishes, so a norm is finite if and only
-    if all elements are.
+    if all elements are. **Source** of the flag: NVIDIA Apex's capturable optimizers.
     """
     order = sorted(gradients, key=lambda target: str(gradients[target].dtype))
     norms = torch.stack(
@@ -358,11 +355,10 @@ class DevicePath:
             return None
         if not all(g.layout is torch.strided and g.is_floating_point() for g in gradients.values()):
             return None  # fused steps take no others
+        others = [o for o in self._optimizers if o not in self._own]
         with self._installed():
-            for optimizer in self._optimizers:
-                if optimizer not in self._own and not _has_begun(optimizer, gradients):
-                    return None
-        return decide_by_torch(loss, gradients, max_norm)
+            begun = all(_has_begun(optimizer, gradients) for optimizer in others)
+        return decide_by_torch(loss, gradients, max_norm) if begun else None
 
     def result(
         self,
