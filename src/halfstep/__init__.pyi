@@ -24,10 +24,7 @@ from .errors import (
     SpikeError as SpikeError,
 )
 from .integrations.grad_scaler import GradScaler as GradScaler
-from .precision.agreement import (
-    ManyRanks as ManyRanks,
-    check_replicas as check_replicas,
-)
+from .precision.agreement import ManyRanks as ManyRanks
 from .precision.casting.autocast import support as support
 from .precision.casting.cast import autocast as autocast
 from .precision.ema import EMA as EMA

@@ -15,11 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from distributed.loops import Split
 from every import every
 from halfstep.errors import PrecisionError
-from halfstep.precision.agreement import (
-    MARK,
-    ManyRanks,
-    check_replicas,
-)
+from halfstep.precision.agreement import MARK, ManyRanks
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.scaling.gradients import OneRank, Share, exact_global_norm, global_norm
 
@@ -127,15 +123,12 @@ def marks(rank, model_parallel):
     group = ManyRanks(CPU, model_parallel=model_parallel)
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    return group.parts_of(plain), group.parts_of(marked), group.parts_of(model.weight)
+    return [group.share_of(p).parts for p in (plain, marked, model.weight)]
 
 
 @pytest.mark.parametrize(("model_parallel", "parts"), [(None, 4), (2, 2), (1, 1)])
 def test_a_mark_tells_that_model_parallel_ranks_hold_parts(pool4, model_parallel, parts):
-    assert pool4.run(marks, model_parallel=model_parallel) == [(1, parts, 4)] * 4
-    marked = nn.Parameter(torch.ones(2))
-    setattr(marked, MARK, True)
-    assert OneRank().parts_of(marked) == 1
+    assert pool4.run(marks, model_parallel=model_parallel) == [[1, parts, 4]] * 4
 
 
 def refused(rank, case):
@@ -146,7 +139,7 @@ def refused(rank, case):
     with torch.no_grad():
         if case == "one bit":
             model[1].weight.view(torch.int32)[1, 1] += rank
-        elif case in ("split", "marked", "frozen", "alone"):
+        elif case in ("split", "marked", "frozen"):
             model[1].bias.add_(rank)
             setattr(model[1].bias, MARK, case == "marked")
             model[1].bias.requires_grad_(case != "frozen")
@@ -164,7 +157,7 @@ def refused(rank, case):
         elif case == "empty":
             model = nn.Module()
     try:
-        check_replicas(model.named_parameters(), OneRank() if case == "alone" else group)
+        group.bound(model.named_parameters())
     except PrecisionError as error:
         return str(error)
     return None
@@ -187,5 +180,5 @@ def test_plain_parameters_must_be_copies_or_marked(pool2):
             for words in ("parameter.tensor_model_parallel = True", "ranks=", "broadcast"):
                 assert words in first
 
-    right = ("copies", "marked", "frozen", "16 bits", "sharded", "empty", "alone")
+    right = ("copies", "marked", "frozen", "16 bits", "sharded", "empty")
     every((*wrong, *right), check)

@@ -191,13 +191,9 @@ class Ranks:
     def worst_(self, marks: Tensor) -> None:
         """Like :meth:`worst`, but in place and without waiting for the device."""
 
-    def parts_of(self, parameter: Tensor) -> int:
-        """How many ranks hold different parts of a parameter; 1 if each holds the whole."""
-        return 1
-
     def share_of(self, parameter: Tensor) -> Share:
-        """Which of them this rank holds."""
-        return Share(self.parts_of(parameter))
+        """Which of how many parts of a parameter this rank holds."""
+        return Share()
 
     def of_loss(self, loss: Tensor) -> str:
         """Say whose loss is not finite; "" if everybody's is. All ranks call it."""
