@@ -68,7 +68,6 @@ def wrong_calls():
         "a norm of True": lambda: step(max_norm=True),
         "gradients of a number": lambda: backward(inputs=5),
         "a state of no kind": lambda: trained()[0].load_state_dict(5),
-        "values of other names": lambda: trained()[0].start_from_({}),
         "meter of a model": lambda: halfstep.LostUpdateMeter(model),
         "meter at times": lambda: halfstep.LostUpdateMeter(optimizer, every="now and then"),
         "trace of an optimizer": lambda: halfstep.trace_nonfinite(optimizer),

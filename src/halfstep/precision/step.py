@@ -388,12 +388,7 @@ class Precision:
         self.outcome.load(state)
         self.clock.step = self.outcome.progress.steps
         if masters:
-            self.masters.load_(masters, saved=True)
-
-    def start_from_(self, values: Mapping[str, Tensor]) -> None:
-        """Start from fp32 values, by name, that the weights (or local parts) were rounded from."""
-        self.masters.adopt()
-        self.masters.load_(values)
+            self.masters.load_(masters)
 
     def _meet(self) -> None:
         progress = self.outcome.progress

@@ -333,18 +333,14 @@ class MasterWeights:
         """
         spare = self.exchange.spare.pop(weight.parameter, {}) if value.dtype in LOW else {}
         if MASTER in spare:
-            self._set_(weight, spare[MASTER])
+            value = spare[MASTER]
         elif REMAINDER in spare and value.dtype is torch.bfloat16:
-            self._set_(weight, exact(value, spare[REMAINDER]))
+            value = exact(value, spare[REMAINDER])
         elif value.dtype in LOW and value.dtype is weight.visible.dtype:
             weight.visible.copy_(value)
             if weight.copied:
                 _follow_(weight.target.detach(), weight.visible)
-        else:
-            self._set_(weight, value)
-
-    def _set_(self, weight: Weight, value: Tensor) -> None:
-        """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
+            return
         keeper = self._keeper(weight)
         if keeper is None:
             weight.target.copy_(value)
@@ -480,22 +476,10 @@ class MasterWeights:
         return value
 
     @torch.no_grad()
-    def load_(self, values: Mapping[str, Tensor], *, saved: bool = False) -> None:
-        """Set every weight to values from :meth:`items`, under this policy or another.
-
-        They may be ``saved`` as a model's weights, with the rest in its optimizer's state.
-        """
-        wrong = [
-            weight.name for weight in self._current()
-            if getattr(values.get(weight.name), "shape", None) != weight.target.shape
-        ]  # fmt: skip
-        if wrong:
-            raise PrecisionError(
-                f"no value of its shape is given for {wrong[0]}; allowed: fp32 tensors by the "
-                "names of Precision.named_parameters(), or this rank's parts of them"
-            )
+    def load_(self, values: Mapping[str, Tensor]) -> None:
+        """Set every weight to what a model's saved state has, under this policy or another."""
         for weight in self._current():
-            (self._set_saved_ if saved else self._set_)(weight, values[weight.name])
+            self._set_saved_(weight, values[weight.name])
         self.push_([weight.target for weight in self.weights.values()])
 
     def close(self) -> None:
