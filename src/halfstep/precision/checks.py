@@ -27,7 +27,6 @@ from halfstep.precision.masters.stepping import (
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.policy.spelling import parse_saved
-from halfstep.precision.scaling.spikes import as_state
 
 
 def some(names: tuple[str, ...], limit: int = 3) -> str:
@@ -315,35 +314,19 @@ def check_state(
     parameters: Mapping[str, Tensor],
     weights: Mapping[str, Tensor] | None,
 ) -> dict[str, Tensor]:
-    """Refuse a saved precision state that is from another policy or model, or damaged.
+    """Refuse a saved precision state that is from another policy or model.
 
     ``parameters`` are the tensors that the optimizer updates, by name. The saved ``weights`` allow
     another policy's state. Returns the masters to load, by name: the saved weights, or those that
     states had before optimizers' states had them; none if the weights are masters.
     """
-    counts = ("applied_total", "skipped_total", "skipped_in_a_row")
     require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
-    tables = ("loss_scale", *({"masters"} & set(state)))
-    if weights is not None:
-        require(weights, Mapping, "load_state_dict(weights)", "the model's state_dict(), or None")
-    if set(state) - {"spikes"} != {"policy", *counts, *tables}:
+    if parse_saved(state.get("policy")) != policy and weights is None:
         raise PrecisionError(
-            f"the saved precision state has keys {sorted(map(str, state))}; allowed: what "
-            "Precision.state_dict() gave"
-        )
-    if parse_saved(state["policy"]) != policy and weights is None:
-        raise PrecisionError(
-            f"the saved precision state is from policy {state['policy']!r}, this run uses "
-            f"{str(policy)!r}; resume with --precision {state['policy']}, or give the saved "
+            f"the saved precision state is from policy {state.get('policy')!r}, this run uses "
+            f"{str(policy)!r}; resume with --precision {state.get('policy')}, or give the saved "
             "model's weights= to convert it"
         )
-    wrong = [key for key in counts if type(state[key]) is not int or state[key] < 0]
-    wrong += [key for key in tables if not isinstance(state[key], Mapping)]
-    if wrong:
-        raise PrecisionError(
-            f"the saved precision state is damaged: {wrong[0]}={state[wrong[0]]!r}"
-        )
-    as_state(state.get("spikes"))
     masters, dtypes = dict(state.get("masters", {})), {torch.float32}
     if weights is not None and not masters:
         masters = {name: local_part(w) for name, w in weights.items() if name in parameters}
