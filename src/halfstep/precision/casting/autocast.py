@@ -296,7 +296,6 @@ def _show_losses() -> None:
 
 
 _NOTHING: _Context = contextlib.nullcontext()
-_TELLS_EXPORTS = torch.__version__ >= "2.13"  # for 2.11 each graph of torch.compile is exported
 _entered = threading.local()
 _traced: list[Autocast] = []  # of the graph that torch.compile traces, which it does one by one
 
@@ -351,21 +350,7 @@ class ForwardWatch:
         return [module.register_forward_hook(self) for module in watched.values()]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Check a forward that has just run.
-
-        It refuses a ``torch.autocast`` of another format inside the policy's context, and
-        ``torch.export`` inside that of a ``*-mixed`` policy: the exported program would keep some
-        of the casts, and fail when it runs.
-        """
-        exports = torch.compiler.is_exporting() and (
-            _TELLS_EXPORTS or not torch.compiler.is_dynamo_compiling()
-        )
-        if exports and active_autocast() and self._policy.casts_per_op:
-            raise PrecisionError(
-                f"torch.export records no autocast, which policy {self._policy} computes in. Call "
-                "torch.export.export(model, ...) outside of precision.autocast(): the program then "
-                "computes in fp32, and in 16 bits where it is called inside torch.autocast"
-            )
+        """Refuse a ``torch.autocast`` of another format inside the policy's context."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if is_running(self._device):  # activation checkpointing recomputes it inside a backward

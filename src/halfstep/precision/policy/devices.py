@@ -181,17 +181,21 @@ def default_device(index: int = 0) -> torch.device:
 
 
 @cache
-def cpu_instructions() -> frozenset[str]:
-    """The instruction sets of this CPU, as Linux names them; none on other systems."""
+def _cpuinfo() -> list[tuple[str, str]]:
+    """What Linux says of this CPU, as keys and values; nothing on other systems."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return frozenset()
-    lines = [line.partition(":") for line in text.splitlines()]
-    return frozenset(
-        word for key, _, words in lines if key.strip() in ("flags", "Features")
-        for word in words.split()
-    )  # fmt: skip
+        return []
+    lines = (line.partition(":") for line in text.splitlines())
+    return [(key.strip(), value.strip()) for key, _, value in lines]
+
+
+@cache
+def cpu_instructions() -> frozenset[str]:
+    """The instruction sets of this CPU, as Linux names them; none on other systems."""
+    flags = {words for key, words in _cpuinfo() if key in ("flags", "Features")}
+    return frozenset(word for words in flags for word in words.split())
 
 
 def cpu_has_bf16() -> bool:
@@ -201,9 +205,5 @@ def cpu_has_bf16() -> bool:
 
 def cpu_name() -> str:
     """The processor's name, as ``AMD EPYC 9654``."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    names = (value for key, value in _cpuinfo() if key == "model name")
+    return next(names, platform.processor() or platform.machine())
