@@ -57,7 +57,6 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Outcome, Recovery
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import (
-    Examiner,
     Judged,
     OneRank,
     Progress,
@@ -406,7 +405,6 @@ class _Steps:
         # not the Precision itself, which would then live until a garbage collection
         self._masters, self._outcome, self._ranks = owner.masters, owner.outcome, owner.ranks
         self._path, self._clock, self.door = owner.path, owner.clock, door
-        self._examiner = Examiner(owner.model, owner.masters, owner.ranks, owner.outcome.spikes)
 
     def take(self, loss: Tensor | None, max_norm: float | None) -> StepResult:
         gradients = self._gradients(loss)
@@ -421,7 +419,7 @@ class _Steps:
             if self._outcome.waits:
                 path.settle()
             return result
-        judged = self._examiner.judge(loss, gradients)
+        judged = self._outcome.judge(loss, gradients)
         if judged.broken:
             return self._outcome.skipped(judged)
         self._update(gradients, clip_factor(judged.norm, max_norm))
@@ -454,7 +452,7 @@ class _Steps:
 
     def _learn(self, decision: Decision) -> StepResult:
         """Count a step that the device took or skipped, as if the host had decided about it."""
-        judged = self._examiner.judged(decision)
+        judged = self._outcome.judged(decision)
         return self._outcome.skipped(judged) if judged.broken else self._applied(judged)
 
 

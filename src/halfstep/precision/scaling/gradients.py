@@ -1,7 +1,6 @@
 """Checks a step's finished gradients: their norm, whether they are finite, and whether to step.
 
-:class:`Examiner` examines them once per step, over all ranks. In a run of one process,
-:class:`OneRank` takes the place of the ranks, and this file alone decides; several ranks agree in
+In a run of one process, :class:`OneRank` takes the place of the ranks; several ranks agree in
 ``agreement.py``. :class:`Progress` counts what was decided, and adapts the loss scale to it.
 """
 
@@ -14,15 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.masters.local_part import flattened, runs
-from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.masters.stepping import Decision
 from halfstep.precision.result import Reason, StepResult
 from halfstep.precision.scaling.loss_scale import LossScale, LossScaleConfig
-from halfstep.precision.scaling.spikes import Spike, SpikeDetector
+from halfstep.precision.scaling.spikes import Spike
 
 
 class Share(NamedTuple):
@@ -208,11 +205,6 @@ class OneRank(Ranks):
     """A run of one process, or of processes that each train a model of their own."""
 
 
-# Below this norm, squares of fp32 gradients may underflow (the smallest fp32 number is 2^-149).
-_SQUARES_FIT = 1e-15
-_STRANGER = "a tensor that is not the model's"
-
-
 @dataclass(frozen=True, slots=True)
 class Judged:
     """The verdict on a step's loss and gradients, the same on every rank."""
@@ -234,74 +226,6 @@ class Judged:
         if self.spike is not None:
             return self.spike.reason
         return "nonfinite_loss" if self.found is None else self.found.reason
-
-
-class Examiner:
-    """Measures a step's gradients, names those that are not finite, and may look for spikes."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        masters: MasterWeights,
-        ranks: Ranks,
-        spikes: SpikeDetector | None = None,
-    ) -> None:
-        self._model = model
-        self._masters = masters
-        self._ranks = ranks
-        self._spikes = spikes
-
-    def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
-        """Judge this rank's loss, and the gradient of each target; the host waits once.
-
-        A finite step is tested for a spike, too. All ranks find the same: loss, norm and window are
-        bit-equal on all of them.
-        """
-        by_share: dict[Share, list[Tensor]] = {}
-        if isinstance(self._ranks, OneRank):
-            by_share[Share()] = [*gradients.values()]
-        else:
-            for target, gradient in gradients.items():
-                share = self._ranks.share_of(self._masters.parameter_of(target))
-                by_share.setdefault(share, []).append(gradient)
-        value, norm = self._ranks.measure(loss, by_share, self._norm)
-        if not math.isfinite(value):
-            return Judged(value, norm, None, whose=self._ranks.of_loss(loss))
-        found = NonFinite((), ())
-        if not math.isfinite(norm):
-            named = zip(self.names(gradients), gradients.values(), strict=True)
-            every = [*self._masters.named_parameters(), _STRANGER]
-            found = self._ranks.union(find_nonfinite(named), every)
-        if found.names:
-            return Judged(value, norm, found)
-        if not _SQUARES_FIT < norm < math.inf:
-            _, norm = self._ranks.measure(loss, by_share, exact_global_norm)
-        spike = None if self._spikes is None else self._spikes.test(value, norm)
-        return Judged(value, norm, found, spike)
-
-    def judged(self, decision: Decision) -> Judged:
-        """The verdict that the device has given."""
-        if not math.isfinite(decision.loss):
-            return Judged(decision.loss, decision.norm, None)
-        broken = decision.nonfinite
-        named = [*zip(self.names(broken), broken.values(), strict=True)] if broken else []
-        nan = tuple(name for name, is_nan in named if is_nan)
-        inf = tuple(name for name, is_nan in named if not is_nan)
-        return Judged(decision.loss, decision.norm, NonFinite(nan, inf))
-
-    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The global norm, by an optimizer's kernel if there is one and gradients are dense."""
-        own = self._masters.own_optimizers
-        if not own or any([gradient.is_sparse for gradient in gradients]):
-            return global_norm(gradients)
-        total: Tensor = own[0].norm(gradients)
-        return total
-
-    def names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """The model's names of these targets."""
-        named = [*self._model.named_parameters(), *self._masters.named_parameters().items()]
-        names = {parameter: name for name, parameter in named}
-        return tuple(names.get(p, _STRANGER) for p in parameters)
 
 
 class Progress:
