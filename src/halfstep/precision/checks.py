@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import as_number, require
+from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import ForwardWatch
 from halfstep.precision.casting.cast import CastInputs, check_wrappers
 from halfstep.precision.masters.local_part import fsdp_groups, is_sharded, local_part
@@ -255,13 +255,6 @@ NO_GRADIENTS = (
     "step(): no parameter of the optimizer got a gradient: they are frozen, unused in the loss, or "
     "were replaced after the optimizer was made"
 )
-
-
-def check_max_norm(max_norm: float | None) -> None:
-    """Refuse a clipping norm that would zero updates (0) or reverse them (negative)."""
-    allowed = "a number above 0, or None for no clipping"
-    if max_norm is not None and not as_number(max_norm, "step(max_norm)", allowed) > 0:
-        raise PrecisionError(f"max_norm={max_norm}; allowed: {allowed}")
 
 
 @torch.no_grad()

@@ -324,8 +324,8 @@ class Precision:
             SpikeError: If a finite loss or norm spikes, where ``on_spike`` says so; as above.
         """
         self._require_open()
-        if max_norm is not None and not (type(max_norm) is float and max_norm > 0):
-            checks.check_max_norm(max_norm)
+        if max_norm is not None and not max_norm > 0:
+            raise PrecisionError(f"max_norm={max_norm}; allowed: a number above 0, or None")
         if self.outcome.ema is not None:
             self.outcome.ema.require_own_weights()
         if loss is not None:
