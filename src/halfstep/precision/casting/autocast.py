@@ -400,7 +400,7 @@ MEANS = {"ieee": ("ieee", "none"), "tf32": ("tf32",)}
 """The settings of a switch that mean this rounding of the operands of fp32 matmuls."""
 _User = tuple[str, int]
 held_switches: dict[Switch, list[_User]] = {}
-"""Of each held switch its values and whose threads': the user's own first, the one in force last."""
+"""Of each held switch its values and whose threads': first the user's, last the one in force."""
 
 
 @contextlib.contextmanager
