@@ -482,15 +482,10 @@ def _check_casts(policy: PrecisionPolicy, what: str, casts: Any) -> None:
     summed = getattr(casts, "reduce_dtype", None) or policy.reduce_dtype
     given = getattr(casts, "output_dtype", None) or torch.float32
     named = "bf16-module" if gathered == torch.bfloat16 else "bf16-mixed"
+    reduces = policy.reduce_dtype
     for key, has, wanted, use, other in (
         ("param_dtype", gathered, (computes,), computes if by_module else None, f"policy {named}"),
-        (
-            "reduce_dtype",
-            summed,
-            (policy.reduce_dtype,),
-            policy.reduce_dtype,
-            f"reduce={dtype_name(summed)}",
-        ),
+        ("reduce_dtype", summed, (reduces,), reduces, f"reduce={dtype_name(summed)}"),
         ("output_dtype", given, (torch.float32, computes), None, "another policy"),
     ):
         if has not in wanted:

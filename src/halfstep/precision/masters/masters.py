@@ -45,7 +45,7 @@ from halfstep.precision.masters.local_part import (
     split_like,
     sum_in_,
 )
-from halfstep.precision.masters.rounding import REMAINDER, exact
+from halfstep.precision.masters.rounding import REMAINDER, master
 from halfstep.precision.masters.states import MASTER, Exchange
 from halfstep.precision.masters.stepping import (
     DeviceDecision,
@@ -335,7 +335,7 @@ class MasterWeights:
         if MASTER in spare:
             value = spare[MASTER]
         elif REMAINDER in spare and value.dtype is torch.bfloat16:
-            value = exact(value, spare[REMAINDER])
+            value = master(value, spare[REMAINDER])
         elif value.dtype in LOW and value.dtype is weight.visible.dtype:
             weight.visible.copy_(value)
             if weight.copied:

@@ -294,15 +294,9 @@ ROUNDING: dict[str, RoundingMode] = {mode.name: mode for mode in _MODES}
 """Every rounding mode by name. CONTRIBUTING.md says how to add one."""
 
 
-def exact(weight: Tensor, remainder: Tensor) -> Tensor:
+def master(weight: Tensor, remainder: Tensor | None) -> Tensor:
     """The fp32 values of weights and their remainders, whose dtype tells the rounding mode."""
+    if remainder is None:
+        return weight.float()
     joins = {mode.remainder_dtype: mode.join for mode in _MODES if mode.join is not None}
     return joins[remainder.dtype](weight, remainder)
-
-
-def master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
-    """The fp32 value of a weight of shape (n,) and its remainder, if it has one."""
-    mode = ROUNDING[update]
-    if remainder is None or mode.join is None:
-        return weight.float()
-    return mode.join(weight, remainder)

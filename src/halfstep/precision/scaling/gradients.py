@@ -228,15 +228,16 @@ class Judged:
         return "nonfinite_loss" if self.found is None else self.found.reason
 
 
+_COUNTS = "applied_total", "skipped_total", "skipped_in_a_row"
+
+
 class Progress:
     """Counts a Precision's steps, adapts its loss scale, and writes the result of each step."""
 
     def __init__(self, config: LossScaleConfig) -> None:
         self.loss_scale = LossScale(config)
         self.scaled = config.kind != "none"
-        self.applied_total = 0
-        self.skipped_total = 0
-        self.skipped_in_a_row = 0
+        self.applied_total = self.skipped_total = self.skipped_in_a_row = 0
         self.calibrating = config.kind == "dynamic"
         """Whether a dynamic scale searches for its level still, as no step has been applied."""
         self.losses: deque[tuple[int, float]] = deque(maxlen=500)
@@ -283,14 +284,8 @@ class Progress:
         names = () if judged.found is None else judged.found.names
         if names:
             self.loss_scale.update(found_nonfinite=True)
-        return self._result(
-            judged,
-            scale,
-            self.calibrating,
-            applied=False,
-            reason=judged.reason,
-            nonfinite_parameters=names,
-        )
+        outcome = {"applied": False, "reason": judged.reason, "nonfinite_parameters": names}
+        return self._result(judged, scale, self.calibrating, **outcome)
 
     def _result(
         self, judged: Judged, scale: float, calibrating: bool, **outcome: Any
@@ -308,12 +303,8 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """The counts, and the loss scale's own state."""
-        return {
-            "loss_scale": self.loss_scale.state_dict(),
-            "applied_total": self.applied_total,
-            "skipped_total": self.skipped_total,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {"loss_scale": self.loss_scale.state_dict(), **counts}
 
     def load(self, state: Mapping[str, Any], *, other_policy: bool) -> None:
         """Go on from :meth:`state`; another policy's loss scale is left out if it does not fit."""
@@ -324,8 +315,7 @@ class Progress:
             if not other_policy:
                 raise
             accepted = False
-        self.applied_total = state["applied_total"]
-        self.skipped_total = state["skipped_total"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        for name in _COUNTS:
+            setattr(self, name, state[name])
         if accepted and self.applied_total:
             self.calibrating = False
