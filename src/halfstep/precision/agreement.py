@@ -86,6 +86,8 @@ _FIXED = (
 class ManyRanks(Ranks):
     """Agreement among all ranks of a group, which step together."""
 
+    _columns: Sequence[_Column] = _FIXED
+
     def __init__(
         self,
         device: str | torch.device | None = None,
@@ -136,7 +138,6 @@ class ManyRanks(Ranks):
         self._named: list[tuple[str, Tensor]] = []
         self._shares: dict[Tensor, Share] = {}
         self._parts: dict[str, list[int]] = {}
-        self._columns = [*_FIXED]
 
     def bound(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Self:
         """These ranks for one model, whose copies are compared; all of them call it together.
@@ -146,7 +147,6 @@ class ManyRanks(Ranks):
                 that differs, is neither sharded nor marked, or says that the models differ.
         """
         one, every = copy.copy(self), [*named_parameters]
-        one._columns = [*_FIXED]
         say("")
         one._shares = {p: self.share_of(p) for _, p in every}
         for name, p in every:
@@ -173,9 +173,9 @@ class ManyRanks(Ranks):
         table = self._gathered(torch.tensor([*held.values()], dtype=torch.int64)).T.tolist()
         parts = zip(held, table, strict=True)
         one._parts = {split: each for split, each in parts if len({*each}) < self._size}
-        one._columns += [_Column("a weight", each) for each in one._parts.values()]
-        what = "the norm of gradients of copied weights"
-        one._columns += [_Column(what, p, _ROUNDING, _UNREDUCED) for p in one._parts.values()]
+        what, several = "the norm of gradients of copied weights", [*one._parts.values()]
+        norms = [_Column(what, each, _ROUNDING, _UNREDUCED) for each in several]
+        one._columns = [*_FIXED, *(_Column("a weight", each) for each in several), *norms]
         if found := one._differing(one._named):
             raise PrecisionError(
                 f"{found[0]} differs from rank to rank, and nothing says that ranks hold parts of "

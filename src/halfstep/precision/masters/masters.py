@@ -101,12 +101,9 @@ class MasterWeights:
     """All trained parameters of a model, and the steps from their gradients to their weights."""
 
     def __init__(self, placed: PlacedModel, optimizers: Sequence[Optimizer]) -> None:
-        """Cast the model in place to the policy's weights, and keep what the cast loses.
+        """Cast the model's Parameter objects in place, and keep what the cast loses.
 
-        Args:
-            placed: The policy and the model, whose Parameter objects stay the same objects; only
-                their storage changes.
-            optimizers: halfstep's own among them are set to the policy's rounding mode and moments.
+        halfstep's own optimizers are set to the policy's rounding mode and moments.
         """
         policy, model = placed.policy, placed.model
         self._outer, self._optimizers = optimizers, with_inner(optimizers)

@@ -45,12 +45,8 @@ class DeviceDecision:
     ) -> None:  # fmt: skip
         """Decide on a step without waiting for the device, and begin to copy that to the host.
 
-        Args:
-            loss: A scalar.
-            norm: The global 2-norm of the gradients, an fp64 scalar on the device.
-            flags: int32, one for each gradient; bit 0: it holds infinities, bit 1: it holds NaN.
-            parameters: Whose gradients these are.
-            max_norm: Clip the norm to this, or None.
+        ``norm`` is fp64 on the device; ``flags`` are int32, one for each parameter's gradient, with
+        bit 0 where it holds infinities and bit 1 where NaN.
         """
         loss = loss.to(norm, non_blocking=True)
         both = loss + norm  # in fp64, where finite ones have a finite sum
