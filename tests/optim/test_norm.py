@@ -53,6 +53,6 @@ def test_squares_beyond_fp32_are_no_overflow_after_a_closer_look(kernel):
         optimizer = AdamW(model.parameters(), lr=0.1)  # whose kernel measures
         precision = Precision("fp32", model, optimizer)
         model.weight.grad = torch.full((20, 10), size)
-        judged = precision.outcome.judge(torch.ones(()), precision.masters.gradients())
+        judged = precision._steps.judge(torch.ones(()), precision.masters.gradients())
         assert not judged.broken
         assert judged.norm == pytest.approx(size * math.sqrt(200), rel=1e-6, abs=0)

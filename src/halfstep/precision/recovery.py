@@ -1,35 +1,23 @@
-"""Judges a step's gradients, and recovers from what no loss scale cures: stop, or skip some."""
+"""Recovery from steps that no loss scale cures, non-finite or spiking: stop, or skip some."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.masters.stepping import Decision
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_saved
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.gradients import (
-    Judged,
-    NonFinite,
-    OneRank,
-    Progress,
-    Ranks,
-    Share,
-    exact_global_norm,
-    find_nonfinite,
-    global_norm,
-)
+from halfstep.precision.scaling.gradients import Judged, Progress, Ranks, find_nonfinite
 from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 
 if TYPE_CHECKING:
@@ -40,11 +28,6 @@ FIND_IT = "print(halfstep.first_cause(precision, your_loss, batch))"
 """What to type after the error of a user's own loop; others run the batch again by themselves."""
 _UNCHANGED = "; the weights are unchanged"
 Error = NonFiniteError | SpikeError
-
-
-# Below this norm, squares of fp32 gradients may underflow (the smallest fp32 number is 2^-149).
-_SQUARES_FIT = 1e-15
-_STRANGER = "a tensor that is not the model's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +77,7 @@ def hopeless(
 
 
 class Outcome:
-    """Judges steps, and what follows: counts, the loss scale, the average and recovery.
+    """What follows once a step is judged: counts, the loss scale, the average and recovery.
 
     Attributes:
         on_broken: Called for a step that is not applied, with what was measured and the error if
@@ -127,58 +110,6 @@ class Outcome:
         """Whether anything needs the outcome of a step at once."""
         self.follows = self.waits or self.spikes is not None
         """Whether anything is advanced after an applied step."""
-
-    def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
-        """Judge this rank's loss, and the gradient of each target; the host waits once.
-
-        A finite step is tested for a spike, too. All ranks find the same: loss, norm and window are
-        bit-equal on all of them.
-        """
-        by_share: dict[Share, list[Tensor]] = {}
-        if isinstance(self._ranks, OneRank):
-            by_share[Share()] = [*gradients.values()]
-        else:
-            for target, gradient in gradients.items():
-                share = self._ranks.share_of(self._masters.parameter_of(target))
-                by_share.setdefault(share, []).append(gradient)
-        value, norm = self._ranks.measure(loss, by_share, self._norm)
-        if not math.isfinite(value):
-            return Judged(value, norm, None, whose=self._ranks.of_loss(loss))
-        found = NonFinite((), ())
-        if not math.isfinite(norm):
-            named = zip(self.names(gradients), gradients.values(), strict=True)
-            every = [*self._masters.named_parameters(), _STRANGER]
-            found = self._ranks.union(find_nonfinite(named), every)
-        if found.names:
-            return Judged(value, norm, found)
-        if not _SQUARES_FIT < norm < math.inf:
-            _, norm = self._ranks.measure(loss, by_share, exact_global_norm)
-        spike = None if self.spikes is None else self.spikes.test(value, norm)
-        return Judged(value, norm, found, spike)
-
-    def judged(self, decision: Decision) -> Judged:
-        """The verdict that the device has given."""
-        if not math.isfinite(decision.loss):
-            return Judged(decision.loss, decision.norm, None)
-        broken = decision.nonfinite
-        named = [*zip(self.names(broken), broken.values(), strict=True)] if broken else []
-        nan = tuple(name for name, is_nan in named if is_nan)
-        inf = tuple(name for name, is_nan in named if not is_nan)
-        return Judged(decision.loss, decision.norm, NonFinite(nan, inf))
-
-    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The global norm, by an optimizer's kernel if there is one and gradients are dense."""
-        own = self._masters.own_optimizers
-        if not own or any([gradient.is_sparse for gradient in gradients]):
-            return global_norm(gradients)
-        total: Tensor = own[0].norm(gradients)
-        return total
-
-    def names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """The model's names of these targets."""
-        named = [*self._model.named_parameters(), *self._masters.named_parameters().items()]
-        names = {parameter: name for name, parameter in named}
-        return tuple(names.get(p, _STRANGER) for p in parameters)
 
     def advance(self, judged: Judged) -> None:
         """Advance what follows an applied step."""
