@@ -87,10 +87,6 @@ class Stages(ManyRanks):
         """Which part of a parameter this rank of a stage holds."""
         return self._copies.share_of(parameter)
 
-    def of_loss(self, loss: Tensor) -> str:
-        """Say whose loss is not finite, where one is known not to be."""
-        return self._copies.of_loss(loss) or "the last stage's loss is not finite"
-
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
         """This stage's findings, and whether other stages have some."""
         found = self._copies.union(found, names)
