@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from halfstep import Precision, PrecisionError
-from halfstep.precision.policy.policy import _spell
 from reference.training import (
     CPU_POLICIES,
     MASTERS,
@@ -125,12 +124,6 @@ def test_a_state_of_another_policy_is_refused(of, to):
     assert str(parts[2].policy) in str(caught.value)
     assert saved["policy"] in str(caught.value)
     assert differences(before, frozen_state(parts)) == []
-
-
-def test_a_state_that_spells_the_policy_as_older_versions_did_is_loaded():
-    saved, parts = make("fp16-mixed")[2].state_dict(), make("fp16-mixed")
-    assert saved["policy"] == "fp16-mixed,init_scale=256,growth_interval=2,hysteresis=2"
-    parts[2].load_state_dict({**saved, "policy": _spell(parts[2].policy)})
 
 
 @pytest.mark.parametrize("name", ["bf16-mixed", *MASTERS])
