@@ -100,16 +100,6 @@ def test_the_same_under_the_other_policies():
     every(itertools.product(LOW, CALLS), require_as_inside)
 
 
-def test_the_average_of_a_copy_takes_16_bit_weights_and_is_saved_as_a_plain_one():
-    model, _ = trained("bf16-master")
-    average = copy.deepcopy(model)
-    weight, old = average.time.weight, average.time.weight.detach().clone()
-    with torch.no_grad():
-        weight.lerp_(model.time.weight * 2, 0.25)
-    assert torch.equal(weight, torch.lerp(old, (model.time.weight * 2).float(), 0.25))
-    assert weight.__reduce_ex__(2)[0] is nn.Parameter(old).__reduce_ex__(2)[0]
-
-
 def test_closed_the_model_is_torchs_again():
     model, precision = trained("bf16-split")
     precision.close()

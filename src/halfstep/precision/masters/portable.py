@@ -4,8 +4,7 @@ The same holds of a model whose steps are watched.
 
 * ``copy.deepcopy`` of the model or of a part of it gives fp32 weights with the exact trained
   values, and no hooks. So an average of weights, a target network or a momentum encoder made from
-  such a copy follows updates that 16 bits would lose; its ``lerp_`` takes 16-bit weights, too. Its
-  layers have no recipe.
+  such a copy follows updates that 16 bits would lose. Its layers have no recipe.
 * ``pickle`` and ``torch.save`` give the weights as they are stored, and no hooks.
 
 Python learns of this by attributes on each object, which :func:`make_plain_` removes.
@@ -131,15 +130,4 @@ def _exact_copy(parameter: Callable[[], Any], exact: Exact, memo: Any) -> nn.Par
     """``__deepcopy__`` of a 16-bit parameter: a copy with its exact fp32 values."""
     held, read = parameter(), exact()
     values = held.detach().float() if read is None else read(held)
-    copied = nn.Parameter(values, held.requires_grad)
-    of = weakref.ref(copied)
-    copied.__dict__["lerp_"] = partial(_lerp_, of)
-    copied.__dict__["__reduce_ex__"] = partial(_reduce_parameter, of)
-    return copied
-
-
-def _lerp_(average: Callable[[], Any], end: Tensor, weight: float | Tensor) -> Tensor:
-    """``lerp_`` of an fp32 copy, to which torch's own lets no 16-bit weight come."""
-    held = average()
-    moved: Tensor = Tensor.lerp_(held, end.to(held.dtype), weight)
-    return moved
+    return nn.Parameter(values, held.requires_grad)
