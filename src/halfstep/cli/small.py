@@ -11,7 +11,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain
-from halfstep.precision.policy.devices import choose, fp8_gain
+from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import POLICIES, RECIPES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.page import make_report
@@ -62,10 +62,6 @@ def _doctor(arguments: Doctor) -> None:
     if chosen.kind is None:
         raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu")
     found = {"policy": chosen.policy, "reason": chosen.reason, "source": chosen.kind.source}
-    if least := chosen.kind.fp8_from:
-        shapes = ((768, 3072), (2048, 5632), (4096, 4096))
-        gains = (f"{fp8_gain(*shape, least):.2f} at {shape[0]} x {shape[1]}" for shape in shapes)
-        found["fp8"] = f"{', '.join(gains)} of bf16's speed predicted; below 1, bf16 is kept"
     if arguments.json:
         print(json.dumps({**found, "environment": environment(device)}, indent=1))
     else:

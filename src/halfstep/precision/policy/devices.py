@@ -30,7 +30,9 @@ class DeviceKind:
     reason: str  # why, as the rest of a sentence that begins with the device's name
     source: str
     since: tuple[int, int] = (0, 0)  # for CUDA, the first compute capability of the kind
-    # K N / (K + N), of K inputs and N outputs, from which a linear layer gains by 8 bits or less
+    # K N / (K + N), of K inputs and N outputs, from which a linear layer gains by 8 bits or less.
+    # Source: 6 bytes of each number at 3 TB/s beside the 1250 and 700 TFLOP/s that cuBLAS reaches
+    # on an H100, and launches (benchmarks/results/h100-2026-11-27)
     fp8_from: int = 0
     models: str = ""  # a regular expression that finds the names of such GPUs; "" finds every one
 
@@ -140,23 +142,6 @@ def kind_of(device: torch.device) -> DeviceKind | None:
     if of == "cpu" and not cpu_has_bf16():
         return rows[-1]
     return next((kind for kind in rows if re.search(kind.models, name)), None)
-
-
-def fp8_gain(inputs: int, outputs: int, least: int) -> float:
-    """Predict how many times faster than bf16 a linear layer is in fp8, forward and backward.
-
-    Its matmuls take a time in proportion to K N for a token, and rounding one to K + N::
-
-        gain = s / (1 + (s - 1) least (K + N) / (K N))    s = 1.8: the matmuls alone
-
-    so that the gain is 1 at ``least``, a device's ``fp8_from``.
-
-    **Source:** s: 1250 and 700 TFLOP/s, which cuBLAS reaches on an H100; 700 for ``least``: 6 bytes
-    of each number at 3 TB/s beside these, and launches; torchao's layers, in which more bytes move,
-    gained 1.44 at 4096 x 4096 and 1.15 at 2048 x 5632 (benchmarks/results/h100-2026-11-27).
-    """
-    ratio = inputs * outputs / (inputs + outputs)
-    return 1.8 / (1 + 0.8 * least / ratio)
 
 
 def first_capability(form: str) -> tuple[int, int]:
