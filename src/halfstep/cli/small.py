@@ -59,9 +59,9 @@ def _explain(arguments: Explain) -> None:
 def _doctor(arguments: Doctor) -> None:
     device = choose_device(arguments.device)
     chosen = choose(device)
-    if chosen.kind is None:
+    if not chosen.source:
         raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu")
-    found = {"policy": chosen.policy, "reason": chosen.reason, "source": chosen.kind.source}
+    found = {"policy": chosen.policy, "reason": chosen.reason, "source": chosen.source}
     if arguments.json:
         print(json.dumps({**found, "environment": environment(device)}, indent=1))
     else:

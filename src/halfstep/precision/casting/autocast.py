@@ -421,7 +421,10 @@ def pinned(switches: tuple[Switch, ...], value: str) -> Iterator[None]:
                         "Run the two policies one after the other."
                     )
         for switch in switches:
-            held_switches.setdefault(switch, [(_own_setting(switch), 0)]).append(mine)
+            # set back to "none", which inherits, where it is as its parent
+            own, above = setting_of(*switch), setting_of(switch[0], "all")
+            users = held_switches.setdefault(switch, [("none" if own == above else own, 0)])
+            users.append(mine)
             _set(*switch, value)
     try:
         yield
@@ -433,12 +436,6 @@ def pinned(switches: tuple[Switch, ...], value: str) -> Iterator[None]:
                 _set(*switch, held[-1][0])
                 if len(held) == 1:
                     del held_switches[switch]
-
-
-def _own_setting(switch: Switch) -> str:
-    """What to set a switch back to: ``"none"``, which inherits, where it is as its parent."""
-    holds = setting_of(*switch)
-    return "none" if holds == setting_of(switch[0], "all") else holds
 
 
 _lock = threading.Lock()

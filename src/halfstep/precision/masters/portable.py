@@ -108,14 +108,11 @@ def _without_ours(state: Mapping[str, Any]) -> dict[str, Any]:
     plain = {key: value for key, value in state.items() if key != "__reduce_ex__"}
     if _is_ours(plain.get("forward")):
         del plain["forward"]
-    dropped: set[int] = set()
-    for name in _HOOKS:
-        hooks = plain[name]
-        dropped |= {key for key, hook in hooks.items() if _is_ours(hook)}
-        plain[name] = type(hooks)((k, h) for k, h in hooks.items() if k not in dropped)
-    for name in _NUMBERED:
-        marks = plain[name]
-        plain[name] = type(marks)((k, v) for k, v in marks.items() if k not in dropped)
+    # one number is that of one hook in all of these
+    ours = {key for name in _HOOKS for key, hook in plain[name].items() if _is_ours(hook)}
+    for name in (*_HOOKS, *_NUMBERED):
+        held = plain[name]
+        plain[name] = type(held)((k, v) for k, v in held.items() if k not in ours)
     return plain
 
 

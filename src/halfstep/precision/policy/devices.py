@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -108,25 +108,19 @@ DEVICES: tuple[DeviceKind, ...] = (
 """Every kind of device, the most particular first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What ``auto`` takes on a device."""
-
-    policy: str
-    reason: str  # a sentence for the user
-    kind: DeviceKind | None = None
-
-
-def choose(device: torch.device) -> Choice:
-    """The policy that ``auto`` takes on a device; allocates nothing.
+def choose(device: torch.device) -> DeviceKind:
+    """The row of the table for a device, with a whole sentence as its reason; allocates nothing.
 
     A device that cannot be used at all gets fp32, which :func:`halfstep.support` then refuses with
-    the reason.
+    the reason, and has no source.
     """
     kind = kind_of(device)
     if kind is None:
-        return Choice("fp32", f"torch has no {device.type} device here")
-    return Choice(kind.policy, f"{name_of(device)} ({kind.family}) {kind.reason}", kind)
+        reason = f"torch has no {device.type} device here"
+        return DeviceKind(
+            family="none", type=device.type, native="", policy="fp32", reason=reason, source=""
+        )
+    return replace(kind, reason=f"{name_of(device)} ({kind.family}) {kind.reason}")
 
 
 def kind_of(device: torch.device) -> DeviceKind | None:
