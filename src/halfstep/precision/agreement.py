@@ -27,6 +27,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import compress
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
@@ -359,10 +360,7 @@ class ManyRanks(Ranks):
         """All ranks' findings."""
         marks = self.worst([int(n in some) for some in (found.nan, found.inf) for n in names])
         nan, inf = marks[: len(names)], marks[len(names) :]
-        return NonFinite(
-            tuple(name for name, mark in zip(names, nan, strict=True) if mark),
-            tuple(name for name, mark in zip(names, inf, strict=True) if mark),
-        )
+        return NonFinite(tuple(compress(names, nan)), tuple(compress(names, inf)))
 
 
 def _members(group: dist.ProcessGroup | DeviceMesh | None) -> list[int]:

@@ -391,8 +391,8 @@ class ForwardWatch:
 
 Switch = tuple[str, str]
 SWITCHES: dict[str, tuple[Switch, ...]] = {
-    "cpu": (("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
-    "cuda": (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
+    device: tuple((backend, what) for what in ("matmul", "conv", "rnn"))
+    for device, backend in (("cpu", "mkldnn"), ("cuda", "cuda"))
 }
 setting_of = torch._C._get_fp32_precision_getter
 _set = torch._C._set_fp32_precision_setter
