@@ -42,7 +42,7 @@ from halfstep.errors import PeerError, PrecisionError
 from halfstep.precision.border import as_device, require
 from halfstep.precision.masters.local_part import fsdp_modules, local_part
 from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks, Share
-from halfstep.precision.words import heard, lost, say
+from halfstep.precision.words import heard, listen, lost, say
 
 AnyRanks = Ranks | dist.ProcessGroup | DeviceMesh
 """What ``ranks=`` takes: those of a group, of a mesh, or as an object says."""
@@ -149,6 +149,7 @@ class ManyRanks(Ranks):
         """
         one, every = copy.copy(self), [*named_parameters]
         say("")
+        listen()
         one._shares = {p: self.share_of(p) for _, p in every}
         for name, p in every:
             ranks = _members(p.device_mesh) if isinstance(p, DTensor) else self.members

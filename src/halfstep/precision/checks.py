@@ -87,7 +87,6 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
                 "too. For several optimizers give one Precision a list of them"
             )
     check_wrappers(policy, model)
-    require_own_optimizer(policy, optimizers)
     require_elementwise(optimizers)
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, CastInputs) and hook.policy.keeps_more_than_weights:
@@ -98,6 +97,7 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
     _check_held(policy, names, optimizers)
+    require_own_optimizer(policy, optimizers)
     _check_kinds(model)
     kept = placed.kept()
     if policy.param_dtype == torch.float32:
@@ -122,12 +122,12 @@ def _check_held(
             {p for group in o.param_groups for p in group["params"]} for o in with_inner([one])
         )
         owned += [p for some in inner for p in some]
-        replaced = policy.has_masters or any(map(is_sharded, held))
+        replaced = policy.has_masters or policy.update != "nearest" or any(map(is_sharded, held))
         if inner and replaced and set().union(*inner) < held:
             raise PrecisionError(
                 f"{type(one).__name__} steps only a part of its {len(held)} parameters on this "
                 "rank, and cannot do so with masters or shards in their place; use a *-mixed "
-                "policy, or fully_shard and an optimizer of torch"
+                "policy, or fully_shard in place of it"
             )
     strangers = [i for i, p in enumerate(owned) if p not in names]
     if strangers:

@@ -6,9 +6,11 @@ collectives fail, with a text about sockets. Here they look for the reason.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -52,6 +54,18 @@ def lost(error: BaseException, ranks: Sequence[int], doing: str) -> None:
         others = heard([rank for rank in ranks if rank != dist.get_rank()], _SECONDS)
         text = f"lost contact with another rank, as this one {doing}: {others}"
         raise PeerError(text) from error
+
+
+@cache
+def listen() -> None:
+    """From now on also say what this process ends with where nothing catches it."""
+    before = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, traceback: Any) -> None:
+        tell(error)
+        before(kind, error, traceback)
+
+    sys.excepthook = hook
 
 
 def _many() -> bool:
