@@ -1,7 +1,6 @@
 """The public names of halfstep; each is loaded on first use."""
 
 from . import distributed as distributed, formats as formats, optim as optim
-from .diagnostics.estimate import estimate as estimate
 from .diagnostics.health import LayerHealth as LayerHealth
 from .diagnostics.lost_updates import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.memory import MemoryMeter as MemoryMeter
