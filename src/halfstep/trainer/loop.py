@@ -128,15 +128,11 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A step that was taken, and the tokens of all ranks, of it and so far."""
+    """A step that was taken: its result, and what else its line says by the record's names."""
 
     step: int
     result: StepResult
-    learning_rate: float
-    seconds: float
-    compiling: float  # seconds
-    tokens: int
-    tokens_total: int
+    line: dict[str, Any]
 
 
 def attempt(session: Session, begun: Callable[..., None] = lambda *_: None) -> StepResult:
@@ -180,19 +176,16 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     with books.last_words(causes):
         result = attempt(session, begun)
     tokens = task.tokens(session.step)
+    line: dict[str, Any] = {"learning_rate": session.precision.optimizers[0].param_groups[0]["lr"]}
     session.step += 1
     session.tokens += tokens
     if session.step < session.config.run.max_steps:
         session.ahead.prepare(session.step)  # while the device works on this one
-    return _Taken(
-        session.step,
-        result,
-        session.precision.optimizers[0].param_groups[0]["lr"],
-        time.perf_counter() - begin,
-        compile_seconds() - compiled if session.compiled else 0.0,
-        tokens,
-        session.tokens,
-    )
+    line["tokens"] = session.tokens
+    line["tokens_per_second"] = tokens / (time.perf_counter() - begin)
+    if session.compiled:
+        line["compile_seconds"] = compile_seconds() - compiled or None
+    return _Taken(session.step, result, line)
 
 
 class _Books:
@@ -225,12 +218,23 @@ class _Books:
         lost: Sequence[GroupReport] = (),
     ) -> Tick:
         """Write the line of a step whose outcome is known; before a checkpoint of it, if any."""
-        record = _record(self._session, taken, evaluation, lost, causes.cause)
+        record = Record.of(
+            taken.step,
+            taken.result,
+            **taken.line,
+            val_loss=evaluation.loss if evaluation else None,
+            val_accuracy=evaluation.accuracy if evaluation else None,
+            val_macro_f1=evaluation.macro_f1 if evaluation else None,
+            val_measures=dict(evaluation.measures) or None if evaluation else None,
+            first_cause=causes.cause.summary if causes.cause else None,
+            lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
+            peak_memory_bytes=peak_memory_bytes(self._session.device),
+        )
         self.write(record)
         verdicts = (*causes.verdicts, *self.news)
         self.news.clear()
-        if taken.compiling:
-            verdicts = (f"compiled in {taken.compiling:.1f} s", *verdicts)
+        if record.compile_seconds:
+            verdicts = (f"compiled in {record.compile_seconds:.1f} s", *verdicts)
         return Tick(record, evaluation, None, "", verdicts)
 
     def close_step(
@@ -241,7 +245,7 @@ class _Books:
         if due and session.task.evaluates:
             evaluation = session.evaluate()
             better = session.note(evaluation)
-        lost = losses.measured() if taken.result.applied else ()
+        lost = losses.report() if losses.fresh and taken.result.applied else ()
         tick = self.tick(taken, causes, evaluation, lost)
         checkpoint = self.save_where_due(last=last, evaluated=evaluation is not None)
         if better and session.task.keeps_best:
@@ -318,26 +322,17 @@ class _Books:
         return f"{begin}--{key.replace('_', '-')} {value}"
 
 
-class _Losses:
+class _Losses(LostUpdateMeter):
     """The lost-update meter, and which of its warnings have already been given."""
 
     def __init__(self, session: Session) -> None:
         run = session.config.run
         # rank 0 measures, on the parts of the weights that it holds itself
         every = run.lost_update_every if session.world.is_main else 0
-        self._meter = LostUpdateMeter(session.precision, every, start=session.applied)
+        super().__init__(session.precision, every, start=session.applied)
         self._session = session
         self._rates_and_shares: dict[str, list[tuple[float, float]]] = {}  # by group
         self._told: set[str] = set()
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the newest step was measured."""
-        return self._meter.fresh
-
-    def measured(self) -> Sequence[GroupReport]:
-        """Return the reports of the step just applied; none if it was not measured."""
-        return self._meter.report() if self.fresh else ()
 
     def verdicts(self, reports: Sequence[GroupReport], taken: _Taken) -> tuple[str, ...]:
         """Return warnings for groups that lose many updates of a better policy, once per group."""
@@ -345,15 +340,11 @@ class _Losses:
         loud = []
         for report in reports:
             measured = self._rates_and_shares.setdefault(report.group, [])
-            measured.append((taken.learning_rate, report.lost))
+            measured.append((taken.line["learning_rate"], report.lost))
             loses = report.lost > LOUD and lost_share(measured, peak) > LOUD
             loud += [report] if loses and report.advice and report.group not in self._told else []
         self._told |= {report.group for report in loud}
         return tuple(f"{report.group}: {report.verdict}" for report in loud)
-
-    def close(self) -> None:
-        """Take the meter's hooks off the optimizers."""
-        self._meter.close()
 
 
 _SKIPS = 3
@@ -412,7 +403,8 @@ class CauseSearch:
                 error or not progress.calibrating or cause.cause_class != "overflow in the backward"
             ):
                 self.cause = cause
-                self._write(cause)
+                line = {"step": self.step, "loss_scale": self.scale, **cause.to_json()}
+                append_line(self._path / CAUSES, {**line, "text": str(cause)})
 
     def _search(self, slower: Callable[..., str]) -> tuple[Cause | None, str]:
         session, batches, seeds = self._session, self._made.batches, self._made.seeds
@@ -434,12 +426,6 @@ class CauseSearch:
             wide=wide if precision.policy.casts_per_op else None,
         )  # fmt: skip
         return found
-
-    def _write(self, cause: Cause) -> None:
-        """Append the cause to ``causes.jsonl``."""
-        line = {"step": self.step, "loss_scale": self.scale, **cause.to_json()}
-        line["text"] = str(cause)
-        append_line(self._path / CAUSES, line)
 
 
 def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
@@ -469,31 +455,6 @@ def _health(session: Session, path: Path, news: list[str]) -> AbstractContextMan
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _record(
-    session: Session,
-    taken: _Taken,
-    evaluation: Evaluation | None,
-    lost: Sequence[GroupReport],
-    cause: Cause | None,
-) -> Record:
-    result, seconds, tokens = taken.result, taken.seconds, taken.tokens
-    return Record.of(
-        taken.step,
-        result,
-        val_loss=evaluation.loss if evaluation else None,
-        val_accuracy=evaluation.accuracy if evaluation else None,
-        val_macro_f1=evaluation.macro_f1 if evaluation else None,
-        val_measures=dict(evaluation.measures) or None if evaluation else None,
-        learning_rate=taken.learning_rate,
-        first_cause=cause.summary if cause else None,
-        lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
-        tokens=taken.tokens_total,
-        tokens_per_second=tokens / seconds,
-        compile_seconds=taken.compiling or None,
-        peak_memory_bytes=peak_memory_bytes(session.device),
-    )
 
 
 # SIGTERM and Ctrl-C are requests that the loop honours between two steps.
