@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -97,8 +97,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         Interrupt() as interrupt,
         measured_convolutions(session.task.model, session.device),
         closing(_Losses(session)) as losses,
-        _watched(session, path),
-        _health(session, path, books.news),
+        _observed(session, path, books.news),
         CauseSearch(session, path) as causes,
     ):
         while session.step < settings.max_steps:
@@ -242,13 +241,19 @@ class _Books:
     ) -> Tick:
         """Evaluate if that is due, write the step down, and save; its outcome is known."""
         session, evaluation, better = self._session, None, False
+        run, keeps_best, checkpoint = session.config.run, session.task.keeps_best, None
         if due and session.task.evaluates:
             evaluation = session.evaluate()
             better = session.note(evaluation)
         lost = losses.report() if losses.fresh and taken.result.applied else ()
         tick = self.tick(taken, causes, evaluation, lost)
-        checkpoint = self.save_where_due(last=last, evaluated=evaluation is not None)
-        if better and session.task.keeps_best:
+        if last or _due(session.step, run.save_every) or (evaluation is not None and keeps_best):
+            session.precision.ranks.agree()  # never save ranks that disagree
+            checkpoint = save_checkpoint(
+                self._folder, session.step, session.checkpoint(), run.keep, session.world,
+                spared=session.best.step if session.best and keeps_best else None,
+            )  # fmt: skip
+        if better and keeps_best:
             session.world.main_only(lambda: session.report_best(self._folder.parent))
         warned = (*tick.verdicts, *losses.verdicts(lost, taken))
         return replace(tick, checkpoint=checkpoint, verdicts=warned)
@@ -257,19 +262,6 @@ class _Books:
         """Append a step to the metrics file, which rank 0 writes."""
         if self._session.world.is_main:
             append_line(self._metrics, record.line())
-
-    def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
-        """Save a checkpoint if one is due, and return its path."""
-        session, run = self._session, self._session.config.run
-        keeps_best = session.task.keeps_best
-        if not (last or _due(session.step, run.save_every) or (evaluated and keeps_best)):
-            return None
-        session.precision.ranks.agree()  # never save ranks that disagree
-        best = session.best.step if session.best and keeps_best else None
-        saved: Path = save_checkpoint(
-            self._folder, session.step, session.checkpoint(), run.keep, session.world, spared=best
-        )
-        return saved
 
     @contextmanager
     def last_words(self, causes: CauseSearch) -> Iterator[None]:
@@ -428,29 +420,21 @@ class CauseSearch:
         return found
 
 
-def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
-    """Count the exponents of the run's numbers, if it asks for that."""
-    every = session.config.run.watch
-    if not every or not session.world.is_main:  # rank 0 counts its own numbers
-        return nullcontext()
-    watch, file = part("diagnostics.statistics.watch:watch"), path / NUMERICS
-    watched: AbstractContextManager[Any] = watch(
-        session.task.model, session.precision, every=every, to=file, start=session.step
-    )
-    return watched
-
-
-def _health(session: Session, path: Path, news: list[str]) -> AbstractContextManager[Any]:
-    """Compare each layer with its own past, if the run asks for that; all ranks take part."""
-    every = session.config.run.health_every
-    if not every:
-        return nullcontext()
-    health: AbstractContextManager[Any] = part("diagnostics.health:LayerHealth")(
-        session.task.model, session.precision, every=every, to=path / HEALTH, start=session.step,
-        tell=lambda text: news.append(f"layer health: {text}"),
-        outputs=not session.compiled,
-    )  # fmt: skip
-    return health
+@contextmanager
+def _observed(session: Session, path: Path, news: list[str]) -> Iterator[None]:
+    """Count exponents, and compare each layer with its own past, if the run asks for that."""
+    run, given = session.config.run, (session.task.model, session.precision)
+    with ExitStack() as stack:
+        if run.watch and session.world.is_main:  # rank 0 counts its own numbers
+            watch, file = part("diagnostics.statistics.watch:watch"), path / NUMERICS
+            stack.enter_context(watch(*given, every=run.watch, to=file, start=session.step))
+        if run.health_every:  # all ranks take part
+            stack.enter_context(part("diagnostics.health:LayerHealth")(
+                *given, every=run.health_every, to=path / HEALTH, start=session.step,
+                tell=lambda text: news.append(f"layer health: {text}"),
+                outputs=not session.compiled,
+            ))  # fmt: skip
+        yield
 
 
 def _due(step: int, every: int) -> bool:
