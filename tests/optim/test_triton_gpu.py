@@ -91,7 +91,7 @@ def test_same_bits_as_torch_operations(rule, gradient, moments, update, skip):
     values = [torch.empty(task.weight.shape, device=DEVICE) for task in ours]
     cuda.read_masters(Batch(ours), values, how)
     for value, task in zip(values, theirs, strict=True):
-        assert same(value, master(task.weight, task.remainder, how))
+        assert same(value, master(task.weight, task.remainder))
 
 
 def test_gradients_of_a_step_are_not_kept_alive():
