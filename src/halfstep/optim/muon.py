@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import Call, LowPrecisionOptimizer
+from halfstep.optim.base import Call, LowPrecisionOptimizer, run_kernel
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.options import Storage, require_option
+from halfstep.optim.options import Storage, require_option, torch_defaults
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
 from halfstep.optim.state import Batch, StepTask, dense, flat
 from halfstep.precision.agreement import MARK
@@ -122,6 +122,7 @@ class Muon(LowPrecisionOptimizer):
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "use_muon": True},
         }
+        torch_defaults(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, options, **storage)
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -138,14 +139,13 @@ class Muon(LowPrecisionOptimizer):
         if not group["use_muon"]:
             super()._run(call, plan)
             return
-        kernel = self._kernel_for(call.parameters[0].device.type, DIRECTED.name)
         for parameter, task, direction in self._directions(group, plan, call):
             factor = adjustment(group["adjust_lr_fn"], *whole_of(parameter).shape)
             # element-wise again, so one kernel stores it in any rounding mode
             gradient = flat(direction, dense(parameter))
             move = replace(task, moments=(), tops=(), gradient=gradient)
             moved = replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor)
-            kernel.run(Batch([move]), moved)
+            run_kernel(Batch([move]), moved)
 
     def _directions(
         self, group: dict[str, Any], plan: Plan, call: Call
@@ -179,9 +179,7 @@ class Muon(LowPrecisionOptimizer):
             update="nearest",
         )
         weight = momentum.as_strided((momentum.numel(),), (1,))
-        self._kernel_for(parameter.device.type, SGD.name).run(
-            Batch([replace(task, weight=weight, remainder=None)]), average
-        )
+        run_kernel(Batch([replace(task, weight=weight, remainder=None)]), average)
         return momentum
 
 
@@ -217,7 +215,7 @@ def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:
 
 def _check_options(group: dict[str, Any]) -> None:
     kind, momentum = group["adjust_lr_fn"], group["momentum"]
-    require_option(momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
+    require_option(0 <= momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
     allowed = get_args(Adjustment)
     require_option(kind in (None, *allowed), "adjust_lr_fn", kind, f"None, {', '.join(allowed)}")
     if not group["use_muon"]:
