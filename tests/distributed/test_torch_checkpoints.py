@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from halfstep import GradScaler, Precision, PrecisionError, optim
+from halfstep.precision.masters.local_part import place_like
 
 pytestmark = [
     pytest.mark.distributed,
@@ -69,12 +70,13 @@ class Run:
 
     def state(self):
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "precision": self.precision}
+        numbers = {} if self.precision is None else {"precision": self.precision}
+        return {"model": model, "optimizer": optimizer, **numbers}
 
     def load(self, where):
         state = self.state()
         dcp.load(state, checkpoint_id=where)
-        model, kept, _ = state.values()
+        model, kept, *_ = state.values()
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=kept)
 
 
@@ -214,6 +216,55 @@ def test_8_bit_moments_are_cut_anew(request, tmp_path, size):
     assert all(equal(value, loaded[key]) for key, value in saved.items())
     if size == 2:
         assert all(equal(value, found[key]) for key, value in expected.items())
+
+
+class Alone(Run):
+    """An optimizer of halfstep's over 16-bit weights, in a loop without a Precision."""
+
+    def __init__(self, make, options, shards=True):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(10, 13), nn.Tanh(), nn.Linear(13, 10)).bfloat16()
+        if shards:
+            fully_shard(self.model)
+        held = optim.muon_groups(self.model) if make is optim.Muon else self.model.parameters()
+        self.optimizer, self.precision = make(held, lr=0.01, **options), None
+
+    def steps(self, first, last):
+        for step in range(first, last):
+            rows = torch.randn(8, 10, generator=torch.Generator().manual_seed(step))
+            self.model(rows.bfloat16()).float().square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def alone(rank, where, make, options):
+    """The state saved, that of a new run that loads it, and both and one process's two steps on."""
+    one, run, resumed = Alone(make, options, False), Alone(make, options), Alone(make, options)
+    one.steps(0, 5)
+    run.steps(0, 3)
+    dcp.save(run.state(), checkpoint_id=where)
+    resumed.load(where)
+    states = [whole(run.state()), whole(resumed.state())]
+    run.steps(3, 5)
+    resumed.steps(3, 5)
+    exact = [
+        [whole({0: place_like(o.read_master(p), p)})["0"] for p in each.model.parameters()]
+        for each in (one, run, resumed)
+        for o in [each.optimizer]
+    ]
+    return states, exact
+
+
+@pytest.mark.parametrize("make", [optim.AdamW, optim.Muon])
+@pytest.mark.parametrize("options", [{"update": "split"}, {"update": "kahan", "moments": "8bit"}])
+def test_an_optimizer_alone_steps_on_parts_and_shows_dtensors(pool2, tmp_path, make, options):
+    given = {"where": str(tmp_path), "make": make, "options": options}
+    (saved, loaded), (one, run, resumed) = pool2.run(alone, **given)[0]
+    assert [k for k, value in saved.items() if not equal(value, loaded[k])] == []
+    for expected, value, again in zip(one, run, resumed, strict=True):
+        assert torch.equal(value, again)
+        if "moments" not in options:  # a block of 8-bit moments ends with a rank's part
+            assert torch.equal(value, expected)
 
 
 class Unknown(torch.optim.Optimizer):

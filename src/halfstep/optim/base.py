@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, get_args
@@ -51,6 +51,7 @@ from halfstep.optim.state import (
     zero_moment,
 )
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update
+from halfstep.precision.masters.states import Exchange, on_parts
 from halfstep.precision.masters.stepping import DeviceDecision, Gradients, OwnOptimizer
 
 _NO_GRADIENT = torch.empty(0)
@@ -101,6 +102,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
     accepts_low_precision_gradients = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    exchange: Exchange | None = None  # with parts of DTensors, where no Precision has one
     agree_on_fallback: Callable[[list[bool]], list[bool]] | None = None
     """Set where ranks hold parts of one tensor: from whether this rank would fall back to bf16
     moments, for each stepped tensor, it makes the same answers on all ranks."""
@@ -176,6 +178,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
     def set_precision(self, update: Update, moments: Moments) -> None:
         """Set what :meth:`check_precision` accepts."""
         self.storage["update"], self.storage["moments"] = update, moments
+        self.exchange = None  # a Precision has one
 
     def check_step(self, gradients: Gradients) -> None:
         """Refuse a bf16 weight without ``update``, and gradients that no kernel accepts."""
@@ -221,20 +224,21 @@ class LowPrecisionOptimizer(OwnOptimizer):
             return loss
         if scale is not None:
             factor = factor / scale.item()
-        kept = self._calls(gradients)
-        plans = [self._plan(call, factor, decision) for call in kept.calls]
-        increment_version(kept.counters)  # what watches the counters sees that they moved
-        due = []
-        for call, plan in zip(kept.calls, plans, strict=True):
-            self._run(call, plan)
-            if plan.moments == "8bit" and len(plan.algorithm.moments) > 1 and is_due(plan.step):
-                due.append((call, plan))
-        if due:
-            self._fall_back(due)
-        for parameter, task in zip(kept.parameters, kept.tasks, strict=True):
-            task.gradient = _NO_GRADIENT
-            if kept.copied:
-                write_back(parameter, task.weight)
+        with on_parts(self) if gradients is None else nullcontext(gradients) as given:
+            kept = self._calls(given)
+            plans = [self._plan(call, factor, decision) for call in kept.calls]
+            increment_version(kept.counters)  # what watches the counters sees that they moved
+            due = []
+            for call, plan in zip(kept.calls, plans, strict=True):
+                self._run(call, plan)
+                if plan.moments == "8bit" and len(plan.algorithm.moments) > 1 and is_due(plan.step):
+                    due.append((call, plan))
+            if due:
+                self._fall_back(due)
+            for parameter, task in zip(kept.parameters, kept.tasks, strict=True):
+                task.gradient = _NO_GRADIENT
+                if kept.copied:
+                    write_back(parameter, task.weight)
         return loss
 
     def _run(self, call: Call, plan: Plan) -> None:
@@ -291,11 +295,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
             self._kernels[device, rule] = kernel_for(device, rule)
         return self._kernels[device, rule]
 
-    def _calls(self, gradients: Gradients | None) -> _Kept:
+    def _calls(self, gradients: Gradients) -> _Kept:
         """The kernel calls of a step with these gradients: those kept, unless anything changed."""
-        if gradients is None:
-            every = (p for group in self.param_groups for p in group["params"])
-            gradients = {p: p.grad for p in every if p.grad is not None}
         key = tuple(map(id, gradients))
         kept = self._kept.get(key)
         if kept is None or not self._is_as_before(kept, gradients):
@@ -533,6 +534,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
         remainders are loaded if both optimizers keep the same kind.
         """
         fresh: dict[Tensor, dict[str, Any]] = {}
+        with on_parts(self):
+            pass  # what it has attached takes a state of DTensors
 
         # ``before`` runs after all other pre-hooks, so it sees the state as they changed it. torch
         # then loads the groups only. ``after`` sets the state before any other post-hook reads it.

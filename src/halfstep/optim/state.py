@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK, BROKEN, DTYPES, Moments, decode, encode, zeros
+from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update, random_bits
 
 CODES = "_codes"
@@ -247,8 +248,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def dense(parameter: Tensor) -> Tensor:
-    """The parameter's data, or a dense copy if it is part of a larger tensor."""
-    data = parameter.detach()
+    """The parameter's data on this rank, or a dense copy if it is part of a larger tensor."""
+    data = local_part(parameter.detach())
     return data if data.is_contiguous() or is_dense(data) else data.clone()
 
 
@@ -259,6 +260,7 @@ def flat(tensor: Tensor, like: Tensor) -> Tensor:
         tensor: A tensor of the same shape as ``like``.
         like: A dense tensor (:func:`is_dense`), in any order of dimensions.
     """
+    tensor = local_part(tensor)
     if tensor.stride() != like.stride():
         moved = torch.empty_strided(
             like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device

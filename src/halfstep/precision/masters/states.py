@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.precision.masters.local_part import is_sharded, local_part, local_value, place_like
+from halfstep.precision.masters.local_part import (
+    as_target,
+    is_sharded,
+    local_gradient,
+    local_part,
+    local_value,
+    place_like,
+)
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING
 
 MASTER = "master"
@@ -209,6 +216,30 @@ class Exchange:
         if self._begins:
             optimizer.zero_grad()
             self.install(False)
+
+
+@contextmanager
+def on_parts(optimizer: Any) -> Iterator[dict[Any, Tensor]]:
+    """Inside, one of halfstep's optimizers without a Precision holds this rank's parts of DTensors.
+
+    Given are the gradients of what it holds there.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    given = {p: g for p in held if (g := local_gradient(p)) is not None}
+    sharded = [p for p in held if is_sharded(p)]
+    if not sharded:
+        yield given
+        return
+    if optimizer.exchange is None:
+        optimizer.exchange = Exchange([optimizer], optimizer.storage["update"] or "nearest")
+    exchange: Exchange = optimizer.exchange
+    for parameter in sharded:
+        part, known = local_part(parameter), exchange.to_target.get(parameter)
+        if known is None or known.data_ptr() != part.data_ptr():  # FSDP2 may move it
+            target = exchange.to_target[parameter] = as_target(part, parameter)
+            exchange.to_parameter[target] = parameter
+    with exchange.installed():
+        yield {exchange.to_target.get(p, p): gradient for p, gradient in given.items()}
 
 
 def _attach(optimizer: Optimizer, exchange: weakref.ref[Exchange]) -> list[RemovableHandle]:
