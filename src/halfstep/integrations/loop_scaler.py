@@ -129,6 +129,8 @@ class LoopScaler(GradScaler):
         """
         if not self._enabled or self._stage(optimizer) is OptState.STEPPED:
             return super().step(optimizer, *args, **kwargs)  # which raises, if enabled
+        if self._scale is None and not any(group["lr"] for group in optimizer.param_groups):
+            return optimizer.step()  # torch's, which finds out what state a checkpoint is for
         if any(argument is not None for argument in (*args[:1], kwargs.get("closure"))):
             raise PrecisionError(
                 "a closure was given to step(): its gradients would not be unscaled. Call "
@@ -161,6 +163,8 @@ class LoopScaler(GradScaler):
         if not self._enabled or new_scale is not None:
             super().update(new_scale)
             return
+        if self._scale is None and not self._per_optimizer_states:
+            return  # after that step
         stages = [state["stage"] for state in self._per_optimizer_states.values()]
         self._pending = OptState.STEPPED in stages and bool(self._waiting())
         if not self._pending:

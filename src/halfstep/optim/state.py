@@ -98,6 +98,8 @@ def convert(
             kept, tops = _moment(values, tops, moments, data, draw, signed=i == 0)
             state |= _entries(name, kept, tops)
     held = entry.get(REMAINDER)
+    if held is not None and held.dtype is torch.int32:  # as a sharded run shows it
+        held = held.short()
     if held is not None and held.dtype == ROUNDING[update].remainder_dtype:
         held = _of_shape(f"saved remainder of parameter {stream}", held, data)
         state[REMAINDER] = _like(flat(held, data), data)

@@ -119,7 +119,8 @@ class Exchange:
         """An optimizer's state in its local or visible form; given in the other, or in both."""
         kept = self._states.get(parameter)
         if kept is None or not kept.is_of(target, given, visible=local):
-            plain = {k: local_value(v, parameter) for k, v in given.items() if k != MASTER}
+            plain = _local(given, parameter) if local else dict(given)
+            plain.pop(MASTER, None)
             if local and hasattr(own, "as_stored"):  # one of halfstep's
                 plain = own.as_stored(target, plain)
             visible, shape = dict(plain), target.shape
@@ -147,7 +148,7 @@ class Exchange:
             if number in by_number:
                 parameter: Tensor = by_number[number]
                 parameter = self.to_parameter.get(parameter, parameter)
-                states[number] = {k: local_value(v, parameter) for k, v in state.items()}
+                states[number] = _local(state, parameter)
                 self._set_aside(parameter, states[number])
         return {**given, "state": states}
 
@@ -168,7 +169,7 @@ class Exchange:
         self.install(False)
 
     def before_save(self, own: Any) -> None:
-        """Show moments of sharded parameters in a format that torch can cut anew.
+        """Show what is kept of sharded parameters in formats that torch can cut anew and gather.
 
         The next step takes them back as they were.
         """
@@ -177,7 +178,9 @@ class Exchange:
         for parameter in [p for p in own.state if is_sharded(p) and p in self._states]:
             local = self._states[parameter].local
             values = own.as_values(local)
-            if values.keys() != local.keys():
+            if getattr(values.get(REMAINDER), "dtype", None) is torch.int16:
+                values[REMAINDER] = values[REMAINDER].int()  # gloo and NCCL move no int16
+            if any(value is not local.get(key) for key, value in values.items()):
                 target = self.to_target[parameter]
                 own.state[parameter] = self._form(own, parameter, target, values, local=False)
                 del self._states[parameter]
@@ -216,6 +219,14 @@ class Exchange:
         if self._begins:
             optimizer.zero_grad()
             self.install(False)
+
+
+def _local(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """A state as steps need it on this rank, however it is placed."""
+    found = {key: local_value(value, parameter) for key, value in state.items()}
+    if getattr(found.get(REMAINDER), "dtype", None) is torch.int32:
+        found[REMAINDER] = found[REMAINDER].short()
+    return found
 
 
 @contextmanager
