@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from halfstep import GradScaler, Precision, PrecisionError, optim
+from halfstep import GradScaler, LostUpdateMeter, Precision, PrecisionError, optim
 from halfstep.precision.masters.local_part import place_like
 
 pytestmark = [
@@ -232,6 +232,7 @@ class Alone(Run):
             fully_shard(self.model)
         held = optim.muon_groups(self.model) if make is optim.Muon else self.model.parameters()
         self.optimizer, self.precision = make(held, lr=0.01, **options), None
+        self.meter = LostUpdateMeter(self.optimizer, every=1)  # reads what a state dict has shown
 
     def steps(self, first, last):
         for step in range(first, last):

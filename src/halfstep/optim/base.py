@@ -51,7 +51,7 @@ from halfstep.optim.state import (
     zero_moment,
 )
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update
-from halfstep.precision.masters.states import Exchange, on_parts
+from halfstep.precision.masters.states import Exchange, local_state, on_parts
 from halfstep.precision.masters.stepping import DeviceDecision, Gradients, OwnOptimizer
 
 _NO_GRADIENT = torch.empty(0)
@@ -490,7 +490,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         for parameter, (_, stream) in zip(parameters, places, strict=True):
             data, update = dense(parameter), update_of(self.storage["update"], parameter)
             values.append(torch.empty_like(data, dtype=torch.float32))
-            held = self.state.get(parameter, {}).get(REMAINDER)
+            held = local_state(self.state.get(parameter, {}), parameter).get(REMAINDER)
             if held is None:  # nothing is kept beside the weight, or not yet
                 update = "nearest"
             rest = None if held is None else flat(held, data)

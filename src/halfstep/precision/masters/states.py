@@ -119,7 +119,7 @@ class Exchange:
         """An optimizer's state in its local or visible form; given in the other, or in both."""
         kept = self._states.get(parameter)
         if kept is None or not kept.is_of(target, given, visible=local):
-            plain = _local(given, parameter) if local else dict(given)
+            plain = local_state(given, parameter) if local else dict(given)
             plain.pop(MASTER, None)
             if local and hasattr(own, "as_stored"):  # one of halfstep's
                 plain = own.as_stored(target, plain)
@@ -148,7 +148,7 @@ class Exchange:
             if number in by_number:
                 parameter: Tensor = by_number[number]
                 parameter = self.to_parameter.get(parameter, parameter)
-                states[number] = _local(state, parameter)
+                states[number] = local_state(state, parameter)
                 self._set_aside(parameter, states[number])
         return {**given, "state": states}
 
@@ -221,7 +221,7 @@ class Exchange:
             self.install(False)
 
 
-def _local(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+def local_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """A state as steps need it on this rank, however it is placed."""
     found = {key: local_value(value, parameter) for key, value in state.items()}
     if getattr(found.get(REMAINDER), "dtype", None) is torch.int32:
