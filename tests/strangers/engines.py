@@ -93,7 +93,7 @@ def launched(program: str, ranks: int, *arguments: str) -> Any:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *(torchrun if ranks > 1 else ()), program, *arguments],
         cwd=TESTS / "strangers", env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=240,
+        capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[:6000]
     return json.loads([line for line in done.stdout.splitlines() if line.startswith('{"')][-1])

@@ -25,7 +25,6 @@ from strangers.engines import (
     weights,
 )
 
-
 RATE = 1e-2
 
 
