@@ -251,9 +251,7 @@ def test_it_is_built_once_and_found_again_and_anew_with_other_flags(
 ):
     wanted = step_once()
     assert kernel_for("cpu").name == "a kernel compiled for this CPU"
-    (library,) = (fresh_build / "cache" / "halfstep" / "kernels").iterdir()
-    assert library.name.startswith("cpu-")
-    assert library.suffix == ".so"
+    (library,) = (fresh_build / "cache" / "halfstep" / "kernels").glob("cpu-*.so")
     before = library.stat().st_mtime_ns
     native_kernel.cache_clear()
     assert torch.equal(step_once(), wanted)
@@ -261,7 +259,7 @@ def test_it_is_built_once_and_found_again_and_anew_with_other_flags(
     monkeypatch.setenv("CXXFLAGS", "-g1")
     native_kernel.cache_clear()
     assert torch.equal(step_once(), wanted)
-    assert len([*library.parent.iterdir()]) == 2
+    assert len([*library.parent.glob("*.so")]) == 2
 
 
 def test_without_a_compiler_the_torch_operations_step_and_the_reason_is_told(

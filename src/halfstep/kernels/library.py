@@ -1,8 +1,10 @@
 """Compiles C++ sources into libraries that ctypes loads, and checks what their kernels are given.
 
 The system's C++ compiler builds a library once per machine and source, in a few seconds; it is kept
-in the user's cache folder. The sources include neither torch's nor Python's headers. They use the
-OpenMP library that torch has loaded, so both share one thread pool.
+in the user's cache folder. Loading a library runs its code, so only this user's own file is loaded,
+from a folder that nobody else can write, with the SHA-256 that it had when it was built; any other
+is built anew. The sources include neither torch's nor Python's headers. They use the OpenMP library
+that torch has loaded, so both share one thread pool.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -34,13 +37,17 @@ _FLAGS = (
 _WIDE = ("-mprefer-vector-width=512",)
 # OpenMP is not installed everywhere: "defs" refuses a library that would lack its functions.
 _THREADS = ("-fopenmp", "-Wl,-z,defs")
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def load_library(sources: Sequence[str], *, fused: bool) -> ctypes.CDLL | str:
+def load_library(
+    sources: Sequence[str], signatures: Mapping[str, Sequence[type]], *, fused: bool
+) -> ctypes.CDLL | str:
     """The library of some sources, or the reason why there is none.
 
-    ``sources`` are paths inside the package, ``.cpp`` files and the headers they include; ``fused``
-    lets the compiler round a product and a sum once instead of twice. The environment's ``CXX`` and
+    ``sources`` are paths inside the package, ``.cpp`` files and the headers they include;
+    ``signatures`` the argument types of each function, which returns nothing; ``fused`` lets the
+    compiler round a product and a sum once instead of twice. The environment's ``CXX`` and
     ``CXXFLAGS`` are heeded; ``HALFSTEP_KERNEL=torch`` asks for torch's operations instead.
     """
     if os.environ.get("HALFSTEP_KERNEL") == "torch":
@@ -50,38 +57,94 @@ def load_library(sources: Sequence[str], *, fused: bool) -> ctypes.CDLL | str:
     if not compiler:
         return "no C++ compiler (g++, c++ or clang++) on the PATH"
     compiler += shlex.split(os.environ.get("CXXFLAGS", ""))
-    try:
-        return ctypes.CDLL(str(_build(compiler, sources, fused)))
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        said = (getattr(error, "stderr", None) or "").strip() or str(error)
-        return f"{' '.join(compiler)} failed: {said.splitlines()[0]}"
-
-
-def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path:
-    """The path of the library, which is compiled unless the cache folder has it."""
     package = resources.files("halfstep")
     texts = {Path(name).name: package.joinpath(name).read_bytes() for name in sources}
     fixed = (*_FLAGS, f"-ffp-contract={'fast' if fused else 'off'}")
     said = "\0".join((_identity(compiler), _cpu(), " ".join((*fixed, *_WIDE, *_THREADS))))
     digest = hashlib.sha256(b"\0".join((*texts.values(), said.encode()))).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "halfstep", "kernels")
-    library = folder / f"{Path(sources[0]).stem}-{digest}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:  # renamed once complete
+    try:
+        kept = _own_folder() / f"{Path(sources[0]).stem}-{digest}.so"
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    try:
+        return _kept(kept, signatures) or _built([*compiler, *fixed], texts, kept, signatures)
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        said = (getattr(error, "stderr", None) or "").strip() or str(error)
+        return f"{' '.join(compiler)} failed: {said.splitlines()[0]}"
+
+
+def _own_folder() -> Path:
+    """The cache folder, made for this user alone."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "halfstep" / "kernels"
+    cache.mkdir(parents=True, exist_ok=True)
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+        facts = path.lstat()
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
+            raise OSError(
+                f"{path} is a link or another user's, and what it holds would run: remove it, or "
+                "set XDG_CACHE_HOME to a folder of yours"
+            )
+        if facts.st_mode & _OTHERS_WRITE:  # an older umask; what is inside is checked file by file
+            path.chmod(0o700)
+    return folder
+
+
+def _kept(path: Path, signatures: Mapping[str, Sequence[type]]) -> ctypes.CDLL | None:
+    """The library that the cache folder has, if it is this user's and as it was built."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            facts = os.fstat(file.fileno())
+            own = stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid()
+            if not own or facts.st_mode & _OTHERS_WRITE:
+                return None
+            right = hashlib.file_digest(file, "sha256").hexdigest() == _hash_of(path).read_text()
+        return _opened(path, signatures) if right else None
+    except (OSError, ValueError, AttributeError):  # absent, a link; no library, or another
+        return None
+
+
+def _built(
+    compiler: Sequence[str],
+    texts: Mapping[str, bytes],
+    kept: Path,
+    signatures: Mapping[str, Sequence[type]],
+) -> ctypes.CDLL:
+    """The library, compiled, loaded, and then put into the cache folder."""
+    with tempfile.TemporaryDirectory(dir=kept.parent) as work:
         for name, text in texts.items():
             (Path(work) / name).write_bytes(text)
         files = [str(Path(work) / name) for name in texts if name.endswith(".cpp")]
-        target = Path(work, "library.so")
+        target = Path(work, kept.name)
         for optional in ((*_WIDE, *_THREADS), _THREADS, _WIDE, ()):
-            command = [*compiler, *fixed, *optional, "-o", str(target), *files]
+            command = [*compiler, *optional, "-o", str(target), *files]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if done.returncode == 0:
-                os.replace(target, library)
-                return library
+                break
         done.check_returncode()
-    raise AssertionError("unreachable: check_returncode raises")
+        found = _opened(target, signatures)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())
+            _hash_of(target).write_text(hashlib.file_digest(file, "sha256").hexdigest())
+        target.chmod(0o600)
+        _hash_of(target).chmod(0o600)
+        # of two builds at once, one's hash may meet the other's library: the next process builds
+        os.replace(_hash_of(target), _hash_of(kept))
+        os.replace(target, kept)
+    return found
+
+
+def _hash_of(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _opened(path: Path, signatures: Mapping[str, Sequence[type]]) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
+    for name, arguments in signatures.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, None
+    return found
 
 
 def _identity(compiler: Sequence[str]) -> str:
@@ -172,12 +235,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 @cache
 def loaded() -> ctypes.CDLL | str:
     """The library, or the reason why there is none."""
-    found = load_library(_SOURCES, fused=True)
-    if not isinstance(found, str):
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(found, name)
-            function.argtypes, function.restype = arguments, None
-    return found
+    return load_library(_SOURCES, _SIGNATURES, fused=True)
 
 
 def library() -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from tests.trainer.models.pretrained_folders import (
     save_classifier,
@@ -11,6 +13,7 @@ from tests.trainer.models.pretrained_folders import (
 )
 
 from halfstep.errors import CheckpointError, ConfigError, DataError
+from halfstep.trainer.models import pretrained
 from halfstep.trainer.models.classifier import open_classifier
 from halfstep.trainer.models.pretrained import open_tokenizer as opened
 
@@ -106,6 +109,27 @@ def test_a_chat_template(tmp_path):
         refusing = save_tokenizer(tmp_path / f"b{number}", chat_template=bad, model_max_length=30)
         with pytest.raises(DataError, match="refuses the conversation"):
             open_tokenizer(refusing).chat([{"role": "system", "content": "be brief"}])
+
+
+@pytest.mark.parametrize("where", ["main thread", "another thread"])
+def test_a_chat_template_that_loops_is_stopped(tmp_path, monkeypatch, where):
+    monkeypatch.setattr(pretrained, "TEMPLATE_SECONDS", 0.3)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    folder = save_tokenizer(tmp_path / "t", chat_template=loop, model_max_length=30)
+    tokenizer, told = open_tokenizer(folder), []
+
+    def ask() -> None:
+        with pytest.raises(DataError, match=r"ran for over 0\.3 s on one conversation"):
+            tokenizer.chat([{"role": "user", "content": "a"}])
+        told.append(where)
+
+    if where == "main thread":
+        ask()
+    else:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    assert told == [where]
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):

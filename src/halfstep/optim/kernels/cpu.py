@@ -52,27 +52,29 @@ class _Plan(ctypes.Structure):
     )
 
 
+_SIGNATURES = {
+    "halfstep_square_sum": (
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.POINTER(ctypes.c_int64),
+        ctypes.POINTER(ctypes.c_int32),
+        ctypes.c_int64,
+        ctypes.c_int32,
+    ),
+    "halfstep_step": (
+        ctypes.POINTER(_Task),
+        ctypes.c_int64,
+        ctypes.POINTER(_Plan),
+        ctypes.c_int32,
+    ),
+}
+
+
 class NativeKernel:
-    """The compiled library of CPU kernels, with the types of its functions' arguments."""
+    """The compiled library of CPU kernels."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._square_sum = library.halfstep_square_sum
+        self._square_sum, self._step = library.halfstep_square_sum, library.halfstep_step
         self._square_sum.restype = ctypes.c_double
-        self._square_sum.argtypes = (
-            ctypes.POINTER(ctypes.c_void_p),
-            ctypes.POINTER(ctypes.c_int64),
-            ctypes.POINTER(ctypes.c_int32),
-            ctypes.c_int64,
-            ctypes.c_int32,
-        )
-        self._step = library.halfstep_step
-        self._step.restype = None
-        self._step.argtypes = (
-            ctypes.POINTER(_Task),
-            ctypes.c_int64,
-            ctypes.POINTER(_Plan),
-            ctypes.c_int32,
-        )
 
     def run(self, batch: Batch, plan: Plan) -> None:
         """Take a step on tasks that are on the CPU and share their dtypes."""
@@ -175,5 +177,5 @@ def _addresses(task: StepTask, weight: torch.dtype, plan: Plan) -> _Task:
 def native_kernel() -> NativeKernel | str:
     """The compiled kernel, or the reason why there is none."""
     # the steps' bits are those of torch operations, which round a product before they add
-    found = load_library(("optim/kernels/cpu.cpp",), fused=False)
+    found = load_library(("optim/kernels/cpu.cpp",), _SIGNATURES, fused=False)
     return found if isinstance(found, str) else NativeKernel(found)

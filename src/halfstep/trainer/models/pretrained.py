@@ -6,11 +6,13 @@ No code of a folder runs and no pickle is opened. Weights are read from safetens
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +35,8 @@ WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """What is downloaded: no pickles and no code."""
+TEMPLATE_SECONDS = 10
+"""A chat template comes with a model, and may loop for ever; a conversation takes a millisecond."""
 
 
 def resolve_source(source: str | os.PathLike[str]) -> Path:
@@ -399,6 +403,20 @@ def open_tokenizer(
     return found
 
 
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in this thread, main or not, once the block has run for so long."""
+    thread, error = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(TimeoutError)
+    raise_there = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    timer = threading.Timer(seconds, raise_there, (thread, error))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class PretrainedTokenizer:
     """Turns text into ids by a fast ``transformers`` tokenizer.
 
@@ -483,11 +501,17 @@ class PretrainedTokenizer:
         ``add_generation_prompt`` ends with what precedes an answer.
         """
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
+            with _at_most(TEMPLATE_SECONDS):
+                text: str = self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+        except TimeoutError as error:
+            raise DataError(
+                f"the tokenizer's chat template ran for over {TEMPLATE_SECONDS} s on one "
+                "conversation; look for an endless loop in it, or write instruction and output"
+            ) from error
         except Exception as error:  # a template raises what it likes: jinja2's errors, or its own
             raise DataError(
                 f"the tokenizer's chat template refuses the conversation ({first_line(error)}); "
