@@ -1,8 +1,7 @@
 """halfstep inside torchtitan's own trainer: two overrides, which its command line turns on.
 
-Run: PYTHONPATH=examples torchrun --nproc-per-node 8 -m torchtitan.train --module llama3
-     --config llama3_debugmodel_ce_loss
-     --override.imports torchtitan_override.loss torchtitan_override.optimizer
+Run: PYTHONPATH=examples torchrun -m torchtitan.train --module llama3 --override.imports
+     torchtitan_override.loss torchtitan_override.optimizer --config llama3_debugmodel_ce_loss
 """
 
 from contextlib import ExitStack
@@ -37,6 +36,8 @@ class _Optimizers(OptimizersContainer):
     def __init__(self, config, *, model_parts):
         super().__init__(config, model_parts=model_parts)
         self.precision = halfstep.Precision(config.policy, *model_parts, self.optimizers)
+        if self.precision.loss_scale.value != 1:
+            raise halfstep.PrecisionError("torchtitan clips what is still scaled: take bf16-mixed")
         self.health = halfstep.LayerHealth(*model_parts, self.precision)
         self.results, self.backward = [], ExitStack()
 
