@@ -142,7 +142,7 @@ class Losses:
             self._seen.append(loss.detach().reshape(()))
             scale = self._scale
             if scale != 1.0 and loss.requires_grad:
-                loss.register_hook(lambda gradient: gradient * scale)
+                loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
             return loss  # as it is: whoever owns the backward may log it
 
         return scaled
