@@ -14,6 +14,7 @@ ELSEWHERE = (  # run by the tests of what they show
     "distributed_loop",
     "gpt2_lora",
     "lightning_module",
+    "torchtitan_override",
     "transformers_trainer",
 )
 

@@ -89,6 +89,21 @@ def run(precision, scaled=True, micro_batches=1):
     return used
 
 
+def test_a_schedule_gets_losses_as_they_are_and_scales_gradients():
+    seen = []
+    for policy in ("fp32", "fp16-mixed"):
+        torch.manual_seed(0)
+        precision = precision_of(nn.Linear(2, 2), policy, None)
+        with precision.scheduled(1) as loss:
+            value = loss(loss_fn)(precision.model(torch.ones(1, 2)), torch.ones(1, 2))
+            gradient = torch.autograd.grad(value, precision.model.bias, retain_graph=True)[0]
+            value.backward()
+        seen.append((value.item(), gradient[0] / precision.model.bias.grad[0]))
+    (plain, one), (value, scale) = seen
+    assert value == pytest.approx(plain, rel=1e-2)
+    assert (one, scale) == (1, 2.0**16)
+
+
 def refused(rank):
     precision = precision_of(nn.Linear(2, 2), "fp32", Stages(dist.group.WORLD))
     run(precision, scaled=False)

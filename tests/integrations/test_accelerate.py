@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 import halfstep
 from halfstep import ConfigError, PrecisionError
@@ -225,6 +226,16 @@ def test_save_and_load_keep_all_of_the_state(tmp_path):
     assert same(whole[0], resumed[0])
     assert whole[1:] == resumed[1:]
     assert whole[1]["halfstep"]["skipped_total"] == 3
+
+
+@pytest.mark.parametrize("options", [{"init_scale": 2.0**6}, {"scaler": False}])
+def test_a_loader_may_begin_an_optimizer_before_any_loss(options):
+    _, scaler, model, optimizer = prepared("fused", **options)
+    before, counted = bits(model), scaler.state_dict()
+    _init_optim_state(optimizer)  # torch's, of sharded checkpoints: a step of zeros, at rate 0
+    assert len(optimizer.optimizer.state) == 4
+    assert same(bits(model), before)
+    assert scaler.state_dict() == counted
 
 
 # Mistakes

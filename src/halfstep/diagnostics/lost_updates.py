@@ -29,6 +29,7 @@ from halfstep.precision.agreement import WORDS
 from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update
+from halfstep.precision.masters.states import local_state
 from halfstep.precision.masters.stepping import OwnOptimizer
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.precision.step import Precision
@@ -310,8 +311,8 @@ class _Watch:
         return _Group(self._prefix + (group.get("name") or title), rate, known, samples)
 
     def _remainder(self, parameter: Tensor) -> Tensor | None:
-        held = self._optimizer.state.get(parameter, {}).get(REMAINDER)
-        return None if held is None else sampled(local_part(held))
+        held = local_state(self._optimizer.state.get(parameter, {}), parameter).get(REMAINDER)
+        return None if held is None else sampled(held)
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -114,6 +114,9 @@ class LoopScaler(GradScaler):
             PrecisionError: If a closure is given, or a backward has added scaled gradients to
                 unscaled ones, or another rank's optimizer has no gradient.
         """
+        begun = self._scale is not None or any(group["lr"] for group in optimizer.param_groups)
+        if self._enabled and not begun:
+            return optimizer.step()  # torch's, which finds out what state a checkpoint is for
         if self._enabled and any(a is not None for a in (*args[:1], kwargs.get("closure"))):
             raise PrecisionError(
                 "a closure was given to step(): its gradients would not be unscaled. Call "
@@ -134,6 +137,8 @@ class LoopScaler(GradScaler):
         Raises:
             NonFiniteError: As :meth:`halfstep.GradScaler.update`.
         """
+        if self._scale is None and self._enabled and new_scale is None:
+            return  # after that step
         waiting = {
             other: self._stage(other) is OptState.UNSCALED
             for other in self._bound()

@@ -6,7 +6,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, get_args
@@ -52,6 +52,7 @@ from halfstep.optim.state import (
     zero_moment,
 )
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update
+from halfstep.precision.masters.states import Exchange, local_state, on_parts
 from halfstep.precision.masters.stepping import DeviceDecision, Gradients, OwnOptimizer
 from halfstep.precision.scaling.gradients import global_norm
 
@@ -99,6 +100,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
     algorithm: ClassVar[Algorithm]
     accepts_low_precision_gradients = True
+    exchange: Exchange | None = None  # with parts of DTensors, where no Precision has one
     agree_on_fallback: Callable[[list[bool]], list[bool]] | None = None
     """Set where ranks hold parts of one tensor: from whether this rank would fall back to bf16
     moments, for each stepped tensor, it makes the same answers on all ranks."""
@@ -204,20 +206,21 @@ class LowPrecisionOptimizer(OwnOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kept = self._calls(gradients)
-        plans = [self._plan(call, factor, decision) for call in kept.calls]
-        increment_version(kept.counters)  # what watches the counters sees that they moved
-        due = []
-        for call, plan in zip(kept.calls, plans, strict=True):
-            self._run(call, plan)
-            if plan.moments == "8bit" and len(plan.algorithm.moments) > 1 and is_due(plan.step):
-                due.append((call, plan))
-        if due:
-            self._fall_back(due)
-        for parameter, task in zip(kept.parameters, kept.tasks, strict=True):
-            task.gradient = _NO_GRADIENT
-            if kept.copied:
-                write_back(parameter, task.weight)
+        with on_parts(self) if gradients is None else nullcontext(gradients) as given:
+            kept = self._calls(given)
+            plans = [self._plan(call, factor, decision) for call in kept.calls]
+            increment_version(kept.counters)  # what watches the counters sees that they moved
+            due = []
+            for call, plan in zip(kept.calls, plans, strict=True):
+                self._run(call, plan)
+                if plan.moments == "8bit" and len(plan.algorithm.moments) > 1 and is_due(plan.step):
+                    due.append((call, plan))
+            if due:
+                self._fall_back(due)
+            for parameter, task in zip(kept.parameters, kept.tasks, strict=True):
+                task.gradient = _NO_GRADIENT
+                if kept.copied:
+                    write_back(parameter, task.weight)
         return loss
 
     def _run(self, call: Call, plan: Plan) -> None:
@@ -243,11 +246,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
         compiled = native_kernel() if not gradients or gradients[0].is_cpu else ""
         return global_norm(gradients) if isinstance(compiled, str) else compiled.norm(gradients)
 
-    def _calls(self, gradients: Gradients | None) -> _Kept:
+    def _calls(self, gradients: Gradients) -> _Kept:
         """The kernel calls of a step with these gradients: those kept, unless anything changed."""
-        if gradients is None:
-            every = (p for group in self.param_groups for p in group["params"])
-            gradients = {p: p.grad for p in every if p.grad is not None}
         key = tuple(map(id, gradients))
         kept = self._kept.get(key)
         if kept is None or not self._is_as_before(kept, gradients):
@@ -442,7 +442,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         for parameter, (_, stream) in zip(parameters, places, strict=True):
             data, update = dense(parameter), update_of(self.storage["update"], parameter)
             values.append(torch.empty_like(data, dtype=torch.float32))
-            held = self.state.get(parameter, {}).get(REMAINDER)
+            held = local_state(self.state.get(parameter, {}), parameter).get(REMAINDER)
             if held is None:  # nothing is kept beside the weight, or not yet
                 update = "nearest"
             rest = None if held is None else flat(held, data)
@@ -485,6 +485,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
         remainders are loaded if both optimizers keep the same kind.
         """
         fresh: dict[Tensor, dict[str, Any]] = {}
+        with on_parts(self):
+            pass  # what it has attached takes a state of DTensors
 
         # ``before`` runs after all other pre-hooks, so it sees the state as they changed it. torch
         # then loads the groups only. ``after`` sets the state before any other post-hook reads it.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK, BROKEN, DTYPES, Moments, decode, encode, zeros
+from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update, random_bits
 
 CODES = "_codes"  # not the moment's own name, as ``torch.optim`` would take codes for values
@@ -88,6 +89,8 @@ def convert(
             kept, tops = _moment(values, tops, moments, data, draw, signed=i == 0)
             state |= _entries(name, kept, tops)
     held = entry.get(REMAINDER)
+    if held is not None and held.dtype is torch.int32:  # as a sharded run shows it
+        held = held.short()
     if held is not None and held.dtype == ROUNDING[update].remainder_dtype:
         held = _of_shape(f"saved remainder of parameter {stream}", held, data)
         state[REMAINDER] = _like(flat(held, data), data)
@@ -230,8 +233,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def dense(parameter: Tensor) -> Tensor:
-    """The parameter's data, or a dense copy if it is part of a larger tensor."""
-    data = parameter.detach()
+    """The parameter's data on this rank, or a dense copy if it is part of a larger tensor."""
+    data = local_part(parameter.detach())
     return data if data.is_contiguous() or is_dense(data) else data.clone()
 
 
@@ -242,6 +245,7 @@ def flat(tensor: Tensor, like: Tensor) -> Tensor:
         tensor: A tensor of the same shape as ``like``.
         like: A dense tensor (:func:`is_dense`), in any order of dimensions.
     """
+    tensor = local_part(tensor)
     if tensor.stride() != like.stride():
         moved = torch.empty_strided(
             like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device

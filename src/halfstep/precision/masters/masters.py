@@ -114,6 +114,7 @@ class MasterWeights:
             optimizer.check_precision(policy.update, policy.moment_format)
         for optimizer in self.own_optimizers:
             optimizer.storage |= {"update": policy.update, "moments": policy.moment_format}
+            optimizer.exchange = None  # of steps without a Precision
             optimizer.has_masters = policy.has_masters
             optimizer.state.clear()  # of a Precision that took no step
         self.accumulation = GradientAccumulation(policy, model)

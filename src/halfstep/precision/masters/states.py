@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.precision.masters.local_part import is_sharded, local_part, local_value, place_like
+from halfstep.precision.masters.local_part import (
+    as_target,
+    is_sharded,
+    local_gradient,
+    local_part,
+    local_value,
+    place_like,
+)
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING
 
 MASTER = "master"
@@ -112,7 +119,8 @@ class Exchange:
         """An optimizer's state in its local or visible form; given in the other, or in both."""
         kept = self._states.get(parameter)
         if kept is None or not kept.is_of(target, given, visible=local):
-            plain = {k: local_value(v, parameter) for k, v in given.items() if k != MASTER}
+            plain = local_state(given, parameter) if local else dict(given)
+            plain.pop(MASTER, None)
             if local and hasattr(own, "as_stored"):  # one of halfstep's
                 plain = own.as_stored(target, plain)
             visible, shape = dict(plain), target.shape
@@ -140,7 +148,7 @@ class Exchange:
             if number in by_number:
                 parameter: Tensor = by_number[number]
                 parameter = self.to_parameter.get(parameter, parameter)
-                states[number] = {k: local_value(v, parameter) for k, v in state.items()}
+                states[number] = local_state(state, parameter)
                 self._set_aside(parameter, states[number])
         return {**given, "state": states}
 
@@ -161,7 +169,7 @@ class Exchange:
         self.install(False)
 
     def before_save(self, own: Any) -> None:
-        """Show moments of sharded parameters in a format that torch can cut anew.
+        """Show what is kept of sharded parameters in formats that torch can cut anew and gather.
 
         The next step takes them back as they were.
         """
@@ -170,7 +178,9 @@ class Exchange:
         for parameter in [p for p in own.state if is_sharded(p) and p in self._states]:
             local = self._states[parameter].local
             values = own.as_values(local)
-            if values.keys() != local.keys():
+            if getattr(values.get(REMAINDER), "dtype", None) is torch.int16:
+                values[REMAINDER] = values[REMAINDER].int()  # gloo and NCCL move no int16
+            if any(value is not local.get(key) for key, value in values.items()):
                 target = self.to_target[parameter]
                 own.state[parameter] = self._form(own, parameter, target, values, local=False)
                 del self._states[parameter]
@@ -209,6 +219,38 @@ class Exchange:
         if self._begins:
             optimizer.zero_grad()
             self.install(False)
+
+
+def local_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """A state as steps need it on this rank, however it is placed."""
+    found = {key: local_value(value, parameter) for key, value in state.items()}
+    if getattr(found.get(REMAINDER), "dtype", None) is torch.int32:
+        found[REMAINDER] = found[REMAINDER].short()
+    return found
+
+
+@contextmanager
+def on_parts(optimizer: Any) -> Iterator[dict[Any, Tensor]]:
+    """Inside, one of halfstep's optimizers without a Precision holds this rank's parts of DTensors.
+
+    Given are the gradients of what it holds there.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    given = {p: g for p in held if (g := local_gradient(p)) is not None}
+    sharded = [p for p in held if is_sharded(p)]
+    if not sharded:
+        yield given
+        return
+    if optimizer.exchange is None:
+        optimizer.exchange = Exchange([optimizer], optimizer.storage["update"] or "nearest")
+    exchange: Exchange = optimizer.exchange
+    for parameter in sharded:
+        part, known = local_part(parameter), exchange.to_target.get(parameter)
+        if known is None or known.data_ptr() != part.data_ptr():  # FSDP2 may move it
+            target = exchange.to_target[parameter] = as_target(part, parameter)
+            exchange.to_parameter[target] = parameter
+    with exchange.installed():
+        yield {exchange.to_target.get(p, p): gradient for p, gradient in given.items()}
 
 
 def _attach(optimizer: Optimizer, exchange: weakref.ref[Exchange]) -> list[RemovableHandle]:

@@ -114,7 +114,10 @@ class Losses:
                 raise PrecisionError("run the schedule inside `with precision.scheduled(n)`")
             loss = loss_fn(*args, **options).float()
             self._seen.append(loss.detach().reshape(()))
-            return loss * self._scale
+            scale = self._scale
+            if scale != 1.0 and loss.requires_grad:
+                loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
+            return loss  # as it is: whoever owns the backward may log it
 
         return scaled
 
