@@ -21,6 +21,7 @@ import halfstep
 from every import every
 from halfstep.cli.commands import COMMANDS, leaves as options_of, option_name, parser_of
 from halfstep.trainer.config.run import BaseConfig
+from strangers import engines
 
 AWAITED: set[str] = set()
 """Pages of the nav that are not written yet; empty in the end."""
@@ -75,6 +76,12 @@ def test_both_languages_have_the_same_form():
         assert chinese == english
 
     every(ENGLISH, check)
+
+
+def test_the_tables_of_engines_are_what_their_tests_saw():
+    for language, page in engines.PAGES.items():
+        told = "PYTHONPATH=tests python -m strangers.engines"
+        assert page.read_text(encoding="utf-8") == engines.written(language), told
 
 
 def anchors(path):
