@@ -104,12 +104,11 @@ class HalfstepPrecision(LightningPrecision):
         """
         module: Any = model if isinstance(model, LightningModule) else model.module
         strategy = type(module.trainer.strategy).__name__
-        if strategy not in ("SingleDeviceStrategy", "DDPStrategy"):
+        if strategy not in ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"):
             raise PrecisionError(
                 f"strategy {strategy} shards weights or owns a loss scaler, so policy "
-                f"{self.policy} cannot be honoured there; allowed: a single device, or "
-                "strategy='ddp'. For sharded training use halfstep.distributed "
-                "(docs/distributed.md)"
+                f"{self.policy} cannot be honoured there; allowed: a single device, "
+                "strategy='ddp', or ModelParallelStrategy(...), which shards by FSDP2"
             )
         if module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluate(module)  # a strategy keeps an earlier fit's optimizers
