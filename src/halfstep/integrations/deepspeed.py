@@ -47,12 +47,14 @@ class StepObserver:
         if broken or self._row:
             found = self._found()
         if broken and self._scaler is None:
+            self._tell(False, scale, norm, found)
             _end("gradients", "would apply a step", found)
         try:
             self._take(*args, **kwargs)
         except Exception as error:  # it has no class of its own for the floor
             if "loss scale" not in str(error):
                 raise
+            self._tell(False, scale, None, found)
             _end("loss_scale_floor", f"cannot go below loss scale {scale:g}", found)
         applied = engine.was_step_applied() and not broken  # it is true where torch's scaler skips
         if checked:
