@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -86,16 +87,26 @@ def tried(train: Callable[..., Training], *arguments: Any) -> Training | str:
 
 
 def launched(program: str, ranks: int, *arguments: str) -> Any:
-    """What a file of tests/strangers prints as its last line, which is JSON; rank 0 alone does."""
+    """What a file of tests/strangers gives to :func:`tell`, on so many ranks."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *(torchrun if ranks > 1 else ()), program, *arguments],
         cwd=TESTS / "strangers", env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=240,
+        capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[:6000]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith('{"')][-1])
+
+
+def tell(found: Any) -> None:
+    """Print it as JSON, on rank 0, and end the ranks."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    if first:
+        print("\n" + json.dumps(found))
 
 
 def farthest(one: Training, other: Training) -> float:
