@@ -394,7 +394,7 @@ def _line(members: Sequence[int], device: torch.device, group: Any) -> Any:
         backend, c10d = "gloo" if own else None, dist.distributed_c10d
         # torch's name counts this rank's groups; ranks in more than others would wait for ever.
         theirs, name = c10d._hash_ranks_to_str, hashlib.sha256(repr(key).encode()).hexdigest()
-        c10d._hash_ranks_to_str = lambda _: name
+        c10d._hash_ranks_to_str = lambda ranks: name
         try:
             made[key] = dist.new_group(members, timeout, backend, use_local_synchronization=True)
         finally:
