@@ -1,7 +1,6 @@
 """FSDP2 and tensor parallelism by Lightning's ModelParallelStrategy, in any policy of halfstep.
 
 Run: torchrun --nproc-per-node 2 examples/lightning_sharded.py bf16-split 2 1
-     torchrun --nproc-per-node 4 examples/lightning_sharded.py bf16-master 2 2
 """
 
 import sys
