@@ -1,7 +1,6 @@
 """A policy of halfstep on Ray Train's workers, under DDP or FSDP2, with a checkpoint of both.
 
 Run: python examples/ray_train.py bf16-split ddp
-     python examples/ray_train.py fp16-mixed fsdp2
 """
 
 import sys
@@ -16,8 +15,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import halfstep
-
-STEPS, SAVED = 20, 10
 
 
 def state_of(model, optimizer, precision, step=0):
@@ -39,15 +36,15 @@ def train(config):
             dcp.load(state, checkpoint_id=folder)
         loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(model, optimizer, **loaded)
-    for step in range(state["step"], STEPS):
+    for step in range(state["step"], 20):
         x = torch.randn(8, 9, generator=torch.Generator().manual_seed(step))
         x = x[context.get_world_rank() :: context.get_world_size()]
         with precision.autocast():
             loss = nn.functional.mse_loss(model(x), x[:, :3].sin())
         result = precision.step(loss, max_norm=1.0)
         with tempfile.TemporaryDirectory() as folder:
-            if saved := step + 1 == SAVED:  # each worker its part; Ray brings them together
-                dcp.save(state_of(model, optimizer, precision, SAVED), checkpoint_id=folder)
+            if saved := step + 1 == 10:  # each worker its part; Ray brings them together
+                dcp.save(state_of(model, optimizer, precision, 10), checkpoint_id=folder)
             checkpoint = Checkpoint.from_directory(folder) if saved else None
             told = {"loss": result.loss, "norm": result.grad_norm}
             ray.train.report(told, checkpoint=checkpoint)
