@@ -11,10 +11,13 @@ EXAMPLES = ROOT / "examples"
 HERE = ("minimal_loop", "own_module", "step_in_backward")
 ELSEWHERE = (  # run by the tests of what they show
     "accelerate_loop",
+    "deepspeed_observed",
     "distributed_loop",
     "gpt2_lora",
     "lightning_module",
     "torchtitan_override",
+    "lightning_sharded",
+    "ray_train",
     "transformers_trainer",
 )
 

@@ -339,3 +339,12 @@ def test_refusals_of_groups_name_what_runs(pool2):
     assert "weight lies over ranks [0, 1], and ranks= has only [0]" in split
     assert "this is rank 0" in other or "not in the group" in other
     assert "a process group" in wrong
+
+
+def in_one_group_more(rank):
+    dist.new_group([0])
+    return ManyRanks(group=dist.new_group([0, 1], timedelta(seconds=33))).worst([rank])
+
+
+def test_ranks_agree_where_one_is_in_more_groups(pool2):
+    assert pool2.run(in_one_group_more) == [[1], [1]]

@@ -30,6 +30,7 @@ from halfstep.precision.casting.cast import (
     give_back_,
 )
 from halfstep.precision.checks import NO_BACKWARD, one_device, some
+from halfstep.precision.masters.local_part import fsdp_parameters, reshard_, set_
 from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
@@ -104,12 +105,11 @@ class HalfstepPrecision(LightningPrecision):
         """
         module: Any = model if isinstance(model, LightningModule) else model.module
         strategy = type(module.trainer.strategy).__name__
-        if strategy not in ("SingleDeviceStrategy", "DDPStrategy"):
+        if strategy not in ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"):
             raise PrecisionError(
                 f"strategy {strategy} shards weights or owns a loss scaler, so policy "
-                f"{self.policy} cannot be honoured there; allowed: a single device, or "
-                "strategy='ddp'. For sharded training use halfstep.distributed "
-                "(docs/distributed.md)"
+                f"{self.policy} cannot be honoured there; allowed: a single device, "
+                "strategy='ddp', or ModelParallelStrategy(...), which shards by FSDP2"
             )
         if module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluate(module)  # a strategy keeps an earlier fit's optimizers
@@ -207,6 +207,7 @@ class HalfstepPrecision(LightningPrecision):
     def _evaluate(self, model: nn.Module) -> None:
         """Put a model under the policy; :meth:`teardown` restores its own weights."""
         context = Autocast(self.policy, model, one_device(model))
+        reshard_(model)
         own = [(parameter, parameter.detach()) for parameter in model.parameters()]
         cast_to_policy_(model, self.policy)
         cast_at_border(place(self.policy, model))
@@ -239,8 +240,10 @@ class HalfstepPrecision(LightningPrecision):
                 self.engine = None
         else:
             give_back_(self._model)
+            reshard_(self._model)
+            sharded = fsdp_parameters(self._model)
             for parameter, value in self._own_weights:
-                parameter.data = value.to(parameter.device)
+                set_(parameter, value.to(parameter.device), sharded)
         self._model = self._context = None
         self._own_weights = []
 

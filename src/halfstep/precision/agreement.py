@@ -391,8 +391,14 @@ def _line(members: Sequence[int], device: torch.device, group: Any) -> Any:
     timeout = base._get_backend(device).options._timeout
     key = (*members, timeout, own)
     if key not in made:
-        backend = "gloo" if own else None
-        made[key] = dist.new_group(members, timeout, backend, use_local_synchronization=True)
+        backend, c10d = "gloo" if own else None, dist.distributed_c10d
+        # torch's name counts this rank's groups; ranks in more than others would wait for ever.
+        theirs, name = c10d._hash_ranks_to_str, hashlib.sha256(repr(key).encode()).hexdigest()
+        c10d._hash_ranks_to_str = lambda ranks: name
+        try:
+            made[key] = dist.new_group(members, timeout, backend, use_local_synchronization=True)
+        finally:
+            c10d._hash_ranks_to_str = theirs
     return made[key]
 
 

@@ -117,7 +117,11 @@ def cast_(parameter: nn.Parameter, dtype: torch.dtype, sharded: Mapping[Tensor, 
 
     What FSDP2 keeps of it, in ``sharded`` of :func:`fsdp_parameters`, is brought up to date.
     """
-    value: Any = parameter.detach().to(dtype)
+    set_(parameter, parameter.detach().to(dtype), sharded)
+
+
+def set_(parameter: nn.Parameter, value: Any, sharded: Mapping[Tensor, Any]) -> None:
+    """Give a parameter another value of its shape, of any dtype, as :func:`cast_` does."""
     parameter.data = value
     if isinstance(parameter, DTensor):  # whose part an assignment to ``data`` leaves as it was
         parameter._local_tensor, parameter._spec = value._local_tensor, value._spec
