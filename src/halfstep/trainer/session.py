@@ -296,7 +296,7 @@ def open_session(
     strategy = choose_strategy(layout, policy, device)
     task = (opens or part(_TASKS[type(config)]))(config, world, layout)
     _require_rows(task.smallest_batch, task.config, layout)
-    config = with_choice(task.config, policy, device, layout)
+    config = with_choice(task.config, policy, device)
     task.notes += tune_(task.model, policy, device)
     model = task.model.to(device)
     plan = task.plan(layout)
