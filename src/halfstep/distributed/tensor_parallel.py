@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from halfstep.distributed.shard import FullySharded
+from halfstep.distributed import FullySharded
 from halfstep.distributed.strategy import ParallelPlan
 from halfstep.errors import ConfigError
 
