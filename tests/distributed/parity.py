@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
 import torch
 from tests.reference.adam import EPS
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from halfstep.distributed.layout import Layout
@@ -11,6 +16,7 @@ from halfstep.distributed.strategy import choose_strategy, plan_of
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
+from halfstep.trainer.compiling import compiled_
 from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.models.gpt import GPT, GPTConfig
 from halfstep.trainer.step import make_optimizer
@@ -58,7 +64,19 @@ def backward_all(strategy, model, precision, step, micro=1, factor=1.0):
     strategy.finish()
 
 
-def run(rank, layout, policy, *, steps=3, micro=1, poison=(), bad_loss=(), **options):
+def compile_blocks(model, layout):
+    """As the trainer does, without making code."""
+    torch._dynamo.reset()
+    counters.clear()
+    fast = partial(torch.compile, backend="eager", fullgraph=True)
+    task = SimpleNamespace(by_block=False, loss_sum=model.loss_sum)
+    with mock.patch.object(torch, "compile", fast):
+        compiled_(task, plan_of(model), layout)
+
+
+def run(
+    rank, layout, policy, *, steps=3, micro=1, poison=(), bad_loss=(), compiled=False, **options
+):
     """Train; returns losses, norms, whether applied, scales and the whole final weights.
 
     ``micro`` micro-batches on each rank; ``poison`` gives (step, rank) whose gradients get an inf
@@ -66,20 +84,23 @@ def run(rank, layout, policy, *, steps=3, micro=1, poison=(), bad_loss=(), **opt
     """
     layout = Layout.parse(layout)
     strategy, model, precision = prepare(str(layout), policy, **options)
-    results = []
-    unchanged = []
+    if compiled:
+        compile_blocks(model, layout)
+    results, unchanged, graphs = [], [], []
     for step in range(steps):
         factor = float("nan") if (step, rank) in bad_loss else 1.0
         backward_all(strategy, model, precision, step, micro, factor)
         if (step, rank) in poison:
-            gradients = precision.masters.gradients([*precision.named_parameters().values()])
+            gradients = precision.masters.gradients()
             gradient = next(g for p, g in gradients.items() if g.dim() == 2 and g.numel())
             gradient[0, 0] = float("inf")
         before = fingerprint(model, precision)
         results.append(precision.step())
         unchanged.append(fingerprint(model, precision) == before)
+        graphs.append(counters["stats"]["unique_graphs"])
     return told(results) | {
         "unchanged": unchanged,
+        "graphs": graphs,
         "weights": {n: whole(p, m) for n, p, m in masters(model, precision)},
     }
 
@@ -145,5 +166,5 @@ def first_gradients(rank, layout, policy, *, micro=1, **options):
     backward_all(strategy, model, precision, 0, micro)
     named = dict(model.named_parameters())
     held = precision.named_parameters()
-    found = precision.masters.gradients([*held.values()])
+    found = precision.masters.gradients()
     return {n: whole(named[n], found[p]) for n, p in held.items() if p in found}

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from every import every
-from halfstep.distributed.tensor_parallel import parallelize_, sum_over_ranks
+from halfstep.distributed.tensor_parallel import parallelize_
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import Autocast, SimulatedProducts
 from halfstep.precision.casting.cast import add_regions_, cast_parameters_
+from halfstep.precision.masters.local_part import is_divided, local_part
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.models.gpt import GPT, GPTConfig
@@ -74,19 +75,17 @@ def run(rank, pair, dtype=torch.float32, autocast=None, **shape):
     """``compute`` of this rank's part, with whole gradients; and what is stored, by name."""
     model = split(make(dtype, **shape))
     answer = compute(model, pair, autocast)
-    placed = {}
     for name, p in model.named_parameters():
         assert isinstance(p, nn.Parameter), name
-        assert isinstance(p, DTensor), name
-        assert isinstance(p.grad, DTensor), name
-        assert p.grad.placements == p.placements, name
+        assert isinstance(p, DTensor) == (name.rpartition(".")[0] in model.tp_plan()), name
+        assert isinstance(p.grad, DTensor) == isinstance(p, DTensor), name
+        assert getattr(p.grad, "placements", None) == getattr(p, "placements", None), name
         assert p.grad.shape == p.shape, name
-        assert p.grad.dtype == p.grad.to_local().dtype == p.dtype == dtype, name
-        assert p.grad.to_local().shape == p.to_local().shape, name
-        placed[name] = p.placements[0]
-    parts = {n: p.grad.to_local() for n, p in model.named_parameters() if placed[n].is_replicate()}
-    grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-    return answer | {"grads": grads, "placed": placed, "parts": parts}
+        assert p.grad.dtype == local_part(p.grad).dtype == p.dtype == dtype, name
+        assert local_part(p.grad).shape == local_part(p).shape, name
+    parts = {n: local_part(p.grad) for n, p in model.named_parameters() if not is_divided(p)}
+    return answer | {"grads": {n: whole(p.grad) for n, p in model.named_parameters()},
+                     "parts": parts}  # fmt: skip
 
 
 def same(results):
@@ -144,51 +143,6 @@ def test_each_setting_has_its_dtypes_and_every_gradient_its_digits(pool, setting
         assert distance(got["grads"][name], p.grad) <= bound, name
 
 
-def dropped(rank, dropout=0.0, checkpointing=False):
-    """Losses of three steps of SGD on the local parts, and what ranks hold in common."""
-    torch.manual_seed(5)
-    model = split(make(dropout=dropout, activation_checkpointing=checkpointing))
-    losses = []
-    for step in range(3):
-        loss, count = model.loss_sum(batch(seed=step))
-        (loss / count).backward()
-        losses.append(float(loss.detach()))
-        with torch.no_grad():
-            for p in model.parameters():
-                p.to_local().sub_(p.grad.to_local(), alpha=0.1)
-                p.grad = None
-    named = model.named_parameters()
-    return losses, {n: p.to_local().detach() for n, p in named if p.placements[0].is_replicate()}
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_keeps_ranks_in_step(pool2, checkpointing):
-    job = {"dropout": 0.2}
-    (losses, common), other = pool2.run(dropped, checkpointing=checkpointing, **job)
-    assert len(common) == 2 * 6 + 4  # norms, biases of rowwise layers, embeddings, final norm
-    assert all(torch.equal(value, other[1][name]) for name, value in common.items())
-    assert losses == other[0]
-    assert losses != pool2.run(dropped)[0][0]  # it does act
-    assert losses == pool2.run(dropped, checkpointing=not checkpointing, **job)[0][0]
-
-
-# --- what is stored, and sums ---------------------------------------------------------------------
-
-
-def total(rank, values):
-    mine = values[rank]
-    kept = mine.clone()
-    answer = sum_over_ranks(mine, axis())
-    assert torch.equal(mine, kept)
-    return answer
-
-
-def test_a_16_bit_sum_that_fits_does_not_overflow_on_the_way(pool4):
-    values = [torch.full((5,), v, dtype=torch.float16) for v in (6e4, 6e4, -6e4, -5e4)]
-    for got in pool4.run(total, values=values):
-        assert torch.equal(got, sum(v.double() for v in values).half())
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -221,15 +175,12 @@ def message(rank, case):
         "no module": lambda: with_plan(layers__1__atn_norm="replicate"),
         "norm": lambda: with_plan(final_norm="rowwise"),
         "tied": lambda: (Tied(), {"head": "rowwise"}),
-        "twice": lambda: (lambda m: (m, m.tp_plan()))(split(make())),
     }[case]()
     before = {name: (id(p), p._version) for name, p in model.named_parameters()}
-    forwards = [m.__dict__.get("forward") for m in model.modules()]
     try:
         parallelize_(model, plan, axis())
     except ConfigError as error:
         assert {n: (id(p), p._version) for n, p in model.named_parameters()} == before
-        assert [m.__dict__.get("forward") for m in model.modules()] == forwards
         return str(error)
     return "nothing was refused"
 
@@ -239,13 +190,12 @@ REFUSALS = {
     "width": "0: 9 outputs cannot be shared equally by 2 .* tensor=1, 3$",
     "input": "0: 7 inputs cannot be shared equally by 2 .* tensor=1$",
     "unit": "0: 8 outputs are no multiple of the unit 3",
-    "style": "wpe: unknown style 'replicated'; allowed styles: colwise, rowwise, replicate",
-    "argument": "wpe: argument 'all' of its style; allowed: none",
-    "no unit": r"layers\.1\.mlp\.up: colwise:0; allowed: colwise:U",
+    "style": "wpe: unknown style 'replicated'; allowed styles: colwise, colwise:U with U >= 1",
+    "argument": "wpe: unknown style 'replicate:all'; allowed styles: colwise, ",
+    "no unit": r"layers\.1\.mlp\.up: unknown style 'colwise:0'; allowed styles: colwise, ",
     "no module": r"'layers\.1\.atn_norm'",
     "norm": "final_norm is a LayerNorm; its style splits nn.Linear only: give it the style replic",
-    "tied": r"embed\.weight and head\.weight are one parameter, .* two ways",
-    "twice": r"\S+ is sharded, or its forward replaced, already",
+    "tied": r"embed\.weight and head\.weight are one parameter, which cannot be split and stay one",
 }
 
 
@@ -261,7 +211,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(pool2):
 
 
 def under_rules(rank, text, pair):
-    """Gradients and the dtype of every module's output, with modules that rules keep in fp32."""
+    """The dtype of every module's output, with modules that rules keep in fp32."""
     policy = parse_policy(text)
     model = make()
     cast_parameters_(model, place(policy, model).dtypes())
@@ -272,20 +222,12 @@ def under_rules(rank, text, pair):
     for name, module in model.named_modules():
         module.register_forward_hook(lambda _, args, out, n=name: dtypes.update({n: out.dtype}))
     with Autocast(policy, model, torch.device("cpu")):
-        loss = model.loss_sum(pair)[0]
-        loss.backward()
-    return dtypes, {name: whole(p.grad) for name, p in model.named_parameters()}
+        model.loss_sum(pair)[0].backward()
+    return dtypes
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master", "fp16-mixed"])
 @pytest.mark.parametrize("kept", ["type:LayerNorm|layers.1.mlp", "wte|layers.0.attn.proj"])
 def test_regions_of_a_policy_lie_around_the_parts(pool2, policy, kept):
     text, pair = f"{policy},keep_fp32={kept}", batch()
-    oracle = make(torch.float64)
-    compute(oracle, pair)
-    dtypes, _ = under_rules(None, text, pair)
-    bound = 2.0 ** (-8 if policy.startswith("bf16") else -11) * 4  # as above
-    for found, grads in pool2.run(under_rules, text=text, pair=pair):
-        assert found == dtypes
-        for name, p in oracle.named_parameters():
-            assert distance(grads[name], p.grad) <= bound, name
+    assert pool2.run(under_rules, text=text, pair=pair) == [under_rules(None, text, pair)] * 2

@@ -76,10 +76,12 @@ def test_two_ranks_are_two_micro_batches_bit_for_bit_and_rank_0_prints(
     ("parallel", "more"),
     [
         ("shard=2", ()),
-        ("tensor=2", ()),
+        ("tensor=2", ("--model.activation_checkpointing", "true")),
         ("data=2", ("--batch-size", "5")),  # which ranks cannot share equally
-        pytest.param("data=2,tensor=2", (), marks=pytest.mark.slow),
-        pytest.param("data=2,shard=2", (), marks=pytest.mark.slow),
+        *(
+            pytest.param(x, (), marks=pytest.mark.slow)
+            for x in ("data=2,tensor=2", "data=2,shard=2", "shard=2,tensor=2")
+        ),
     ],
 )
 def test_ranks_are_one_process(request, corpus, tmp_path, reference, parallel, more):
@@ -90,28 +92,36 @@ def test_ranks_are_one_process(request, corpus, tmp_path, reference, parallel, m
     assert_near(path, reference(*more))
 
 
-def test_a_run_goes_through_all_layouts(pool2, corpus, tmp_path, reference, monkeypatch):
-    path = tmp_path / "r"
-    assert run(pool2, *tiny(corpus, path, steps=16), "--quiet")[0][0] == 0
-    for step, layout in ((4, "shard=2"), (8, "tensor=2"), (12, "")):
+@pytest.mark.parametrize(
+    ("size", "layouts"),
+    [(2, ("shard=2", "tensor=2", "")), (4, ("shard=2,tensor=2", "", "data=2,tensor=2"))],
+)
+def test_a_run_goes_through_all_layouts(
+    request, size, layouts, corpus, tmp_path, reference, monkeypatch
+):
+    path, pool = tmp_path / "r", request.getfixturevalue(f"pool{size}")
+    assert run(pool, *tiny(corpus, path, steps=16), "--quiet")[0][0] == 0
+    for step, layout in zip((4, 8, 12), layouts, strict=True):
         before, path = path, tmp_path / f"{layout}-{step}"
         cut_to(before, path, step)
         again = ["--resume", "--output-dir", path, "--parallel", layout]
         if layout:
-            assert [code for code, _, _ in run(pool2, *again, "--quiet")] == [0, 0]
+            assert {code for code, _, _ in run(pool, *again, "--quiet")} == {0}
         else:
             alone(again, monkeypatch)
         assert_near(path, reference(steps=16))
 
 
-def test_the_same_layout_goes_on_bit_for_bit(pool2, corpus, tmp_path):
+@pytest.mark.parametrize(("size", "layout"), [(2, "tensor=2"), (4, "shard=2,tensor=2")])
+def test_the_same_layout_goes_on_bit_for_bit(request, size, layout, corpus, tmp_path):
     """Of tensor parallel ranks; of sharded ones: test_trainer_ranks.py."""
+    pool = request.getfixturevalue(f"pool{size}")
     whole, again = tmp_path / "whole", tmp_path / "cut"
     words = tiny(corpus, whole, steps=8)
-    more = ["--parallel", "tensor=2", "--model.dropout", "0.1", "--quiet"]
-    assert run(pool2, *words, *more)[0][0] == 0
+    more = ["--parallel", layout, "--model.dropout", "0.1", "--quiet"]
+    assert run(pool, *words, *more)[0][0] == 0
     cut_to(whole, again, 4)
-    (code, _, err), _ = run(pool2, "--resume", "--output-dir", again, "--quiet")
+    (code, _, err), *_ = run(pool, "--resume", "--output-dir", again, "--quiet")
     assert (code, err) == (0, "")
     assert numbers(again) == numbers(whole)
     assert_same_state(again, whole)

@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 
 import halfstep
 from halfstep.distributed.layout import Layout
-from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer import compiling
 from halfstep.trainer.compiling import (
@@ -45,14 +44,13 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
-def chosen(monkeypatch, asked="auto", device=CUDA, layout=ONE, steps=WORTHWHILE, triton=True,
-           status="native"):  # fmt: skip
+def chosen(monkeypatch, asked="auto", device=CUDA, steps=WORTHWHILE, triton=True, status="native"):
     config = small_config("text.txt", run__compile=asked, run__max_steps=steps)
     monkeypatch.setattr(compiling, "has_triton", lambda: triton)
     found = halfstep.support("fp32", "cpu")
     found = dataclasses.replace(found, status=status)
     monkeypatch.setattr(compiling, "support", lambda *_: found)
-    return with_choice(config, parse_policy("bf16-mixed"), device, layout).run.compile
+    return with_choice(config, parse_policy("bf16-mixed"), device).run.compile
 
 
 def test_torch_keeps_what_it_compiles():
@@ -65,13 +63,9 @@ def test_auto_compiles_on_cuda_where_a_run_is_long_enough_and_triton_works(monke
     assert chosen(monkeypatch, steps=WORTHWHILE - 1) == "no"
     assert chosen(monkeypatch, triton=False) == "no"
     assert chosen(monkeypatch, status="simulated") == "no"
-    assert chosen(monkeypatch, layout=Layout(shard=2)) == "yes"
-    assert chosen(monkeypatch, layout=Layout(tensor=2)) == "no"
     assert chosen(monkeypatch, device=CPU) == "no"
     assert chosen(monkeypatch, "no") == "no"
     assert chosen(monkeypatch, "yes", device=CPU, steps=2) == "yes"
-    with pytest.raises(ConfigError, match=r"tensor=2 is not supported.*parallel=shard=2"):
-        chosen(monkeypatch, "yes", layout=Layout(tensor=2))
 
 
 def test_a_run_compiles_once_says_so_and_goes_on_as_it_began(corpus, tmp_path, traced):

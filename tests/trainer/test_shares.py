@@ -1,10 +1,14 @@
 """What of a step a rank and a micro-batch take, and the seed that its dropout gets."""
 
 import hashlib
+from types import SimpleNamespace
 
 from hypothesis import given, strategies as st
 
+from halfstep.distributed.layout import Layout
+from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.task import dropout_seed, share_of
+from trainer.runs import small_config
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
@@ -19,3 +23,11 @@ def test_the_dropout_of_today_is_the_dropout_for_ever():
     digest = hashlib.sha256(b"dropout 7 100 16").hexdigest()
     little = int("".join(reversed([digest[i : i + 2] for i in range(0, 16, 2)])), 16)
     assert dropout_seed(7, 100, 16) == little // 2
+
+
+def test_tensor_ranks_drop_the_same_units_and_ranks_with_other_rows_others(corpus):
+    session, layout, seeds = open_session(small_config(corpus)), Layout(data=2, tensor=2), []
+    for rank in range(4):
+        session.strategy = SimpleNamespace(layout=layout, batch_rank=layout.batch_rank(rank))
+        seeds += session.micro_batches(0).seeds
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]

@@ -11,6 +11,7 @@ fp32 parameters are gathered in fp32, and autocast works as on one device, bit f
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from halfstep.distributed.strategy import ParallelPlan, Strategy
+from halfstep.precision.policy.rules import has_forward, place
 
 
 class FullySharded(Strategy):
@@ -35,9 +37,16 @@ class FullySharded(Strategy):
             reduce_dtype=policy.reduce_dtype,
             cast_forward_inputs=by_module,
         )
-        for block in plan.blocks:
-            fully_shard(block, mesh=self.mesh, mp_policy=casts)
-        fully_shard(model, mesh=self.mesh, mp_policy=casts)
+        mesh = self.mesh["data", "shard"] if self.layout.data > 1 else self.mesh["shard"]
+        units, kept = {*plan.blocks, model}, set[nn.Module]()
+        if policy.param_dtype != torch.float32 and policy.rules:  # a unit is gathered in one format
+            placed = place(policy, model).modules
+            kept = {p.module for p in placed if p.fp32 != p.around_fp32 and has_forward(p.module)}
+        for module in reversed([*model.modules()]):  # inner ones first
+            if module in units | kept:
+                # what only a rule divides stays gathered, for a head that shares its weight
+                again = None if module in units else False
+                fully_shard(module, mesh=mesh, mp_policy=casts, reshard_after_forward=again)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

@@ -97,7 +97,9 @@ class Strategy:
         """Make the device mesh; all ranks call it together."""
         self.layout, self.policy, self.device = layout, policy, device
         many = layout.size > 1
-        axes = {name: size for name, size in layout.axes.items() if size > 1}
+        # beside tensor, copies are FSDP2's too, over as many shards as there are: one, say
+        copies = layout.data > 1 and layout.tensor > 1
+        axes = {n: k for n, k in layout.axes.items() if k > 1 or (n == "shard" and copies)}
         self.mesh = (
             init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
             if many
@@ -153,15 +155,6 @@ class Strategy:
 
 def refusal(policy: PrecisionPolicy, layout: Layout) -> str:
     """Say why ``layout`` does not honour ``policy`` and what to use instead; empty if it does."""
-    low = policy.param_dtype != torch.float32
-    if layout.shard > 1 and layout.tensor > 1:
-        copies = Layout(data=layout.data * layout.shard, tensor=layout.tensor)
-        ways = (copies, Layout(shard=layout.size), Layout(data=layout.size))
-        nearest = next(way for way in ways if not refusal(policy, way))
-        return (
-            "parameters cannot be sharded over shard and over tensor at once yet; "
-            f"use parallel={nearest}"
-        )
     if policy.casts == "module" and layout.shard == 1:
         return (
             "casts=module is FSDP2's way to gather weights, and no axis shards them; "
@@ -172,12 +165,6 @@ def refusal(policy: PrecisionPolicy, layout: Layout) -> str:
             f"{policy.recipes()[0]} scales blocks of a layer's operands, and tensor ranks hold "
             f"parts of them, whose scales nobody agrees on yet; use parallel=data={layout.size} "
             f"or shard={layout.size}"
-        )
-    if layout.shard > 1 and low and any(form == "fp32" for _, form in policy.rules):
-        return (
-            "rules keep some parameters in fp32 beside 16-bit ones, and FSDP2 gathers a "
-            f"block's parameters in one format; use parallel=data={layout.size}, or a *-mixed "
-            "policy with the same rules"
         )
     return ""
 
@@ -205,10 +192,10 @@ def choose_strategy(
         raise PrecisionError(
             f"precision {policy} cannot be honoured under parallel={layout}: {refused}"
         )
-    if layout.shard > 1:
-        return strategies.FullySharded(layout, policy, device)
     if layout.tensor > 1:
         return strategies.TensorParallel(layout, policy, device)
+    if layout.shard > 1:
+        return strategies.FullySharded(layout, policy, device)
     if layout.data > 1:
         return strategies.DataParallel(layout, policy, device)
     return Strategy(layout, policy, device)

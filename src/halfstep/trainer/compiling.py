@@ -14,7 +14,6 @@ from torch.utils._triton import has_triton
 
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import ParallelPlan
-from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.trainer.config.run import BaseConfig
@@ -31,25 +30,15 @@ compiled step saved 11 of 45 ms (benchmarks/results/h100-2026-11-27.jsonl).
 """
 
 
-def with_choice(
-    config: Config, policy: PrecisionPolicy, device: torch.device, layout: Layout
-) -> Config:
+def with_choice(config: Config, policy: PrecisionPolicy, device: torch.device) -> Config:
     """Decide what ``compile = "auto"`` means here, and say ``yes`` or ``no`` in its place.
 
     On a CPU it means no. A GPT of 14 M parameters took 55 s to compile there; in ``bf16-mixed`` its
     step by halfstep's own kernels takes 0.65 of the time of the compiled one, in ``fp32`` 1.02
     (docs/training.md).
-
-    Raises:
-        ConfigError: For ``yes`` where ranks share the products of a layer.
     """
     run, native = config.run, support(policy, device).status == "native"
-    if run.compile == "yes" and layout.tensor > 1:
-        raise ConfigError(
-            f"compile with parallel={layout} is not supported: the hooks that sum activations over "
-            f"ranks would be traced; leave --compile out, or use parallel=shard={layout.size}"
-        )
-    wins = device.type == "cuda" and native and layout.tensor == 1 and has_triton()
+    wins = device.type == "cuda" and native and has_triton()
     if run.compile == "auto":
         run = replace(run, compile="yes" if wins and run.max_steps >= WORTHWHILE else "no")
     return replace(config, run=run)
@@ -58,10 +47,11 @@ def with_choice(
 def compiled_(task: Task, plan: ParallelPlan, layout: Layout) -> LossSum:
     """Return the task's loss, compiled; where ranks hold parts of the weights, by block.
 
-    The hooks that gather a block's weights run around its graph, not in it. Where batches differ in
+    The hooks that gather a block's weights run around its graph, not in it; sums over tensor ranks
+    are in it. Where batches differ in
     their lengths, one graph is for all of them, and is not compiled again for the next length.
     """
-    if layout.shard > 1 or task.by_block:
+    if layout.shard * layout.tensor > 1 or task.by_block:
         for block in plan.blocks:
             block.forward = torch.compile(block.forward)
         return task.loss_sum

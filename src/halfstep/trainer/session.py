@@ -277,7 +277,7 @@ def open_session(
             f"with different data and run.grad_accum={task.config.run.grad_accum} micro-batches "
             f"each; allowed: {least} or more"
         )
-    config = with_choice(task.config, policy, device, layout)
+    config = with_choice(task.config, policy, device)
     task.notes += tune_(task.model, policy, device)
     model, plan = task.model, task.plan(layout)
     if layout.shard == 1:  # else FSDP2 takes the device's memory for a block at a time

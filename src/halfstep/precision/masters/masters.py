@@ -40,7 +40,6 @@ from halfstep.precision.masters.local_part import (
     is_sharded,
     local_gradient,
     local_part,
-    place_like,
     runs,
     split_like,
     sum_in_,
@@ -266,33 +265,15 @@ class MasterWeights:
                         if isinstance(value, Tensor) and value.dim() and value.is_floating_point():
                             state[name] = value.to(target.dtype)
 
-    def gradients(
-        self, targets: Sequence[nn.Parameter] | None = None
-    ) -> dict[nn.Parameter, Tensor]:
-        """This rank's finished gradient of each target that has one.
-
-        The targets are those given, or all that the optimizers hold, in their order.
-        """
-        if targets is None:
-            weights = self._held().weights
-        else:
-            parameters = [self._to_parameter.get(target, target) for target in targets]
-            weights = [self.weights[p] for p in parameters if p in self.weights]
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """This rank's finished gradient of each target that has one, in the optimizers' order."""
         found = {}
-        for weight in weights:
+        for weight in self._held().weights:
             parameter = weight.parameter
             gradient = local_gradient(parameter) if weight.sharded else parameter.grad
             if gradient is not None:
                 found[weight.target] = gradient
         return found
-
-    def replace(self, gradients: Gradients) -> None:
-        """Set the gradients of these targets to their sums over all ranks."""
-        for target, gradient in gradients.items():
-            parameter = self.parameter_of(target)
-            if parameter.dtype in LOW and self._policy.grad_dtype != torch.float32:
-                gradient = gradient.to(parameter.dtype)
-            parameter.grad = place_like(gradient, parameter)
 
     def trains(self, tensors: Sequence[Tensor]) -> bool:
         """Whether any of these tensors is a parameter that an optimizer holds."""

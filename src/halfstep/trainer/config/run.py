@@ -151,8 +151,8 @@ class RunConfig:
     output_dir: str = option("", "Run folder; empty: runs/NAME-PRECISION-TIME.")
     parallel: Parallel = option(
         "",
-        'Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or '
-        '"data=2,tensor=2" (docs/distributed.md); empty: data over all ranks.',
+        'Sizes of the mesh axes that ranks share the work on, of "data=2,shard=2,tensor=2" any '
+        "(docs/distributed.md); empty: data over all ranks.",
     )
     rank_timeout: Annotated[float, Range("seconds > 0", lambda x: x > 0)] = option(
         300.0, "Seconds after which a rank that does not answer ends the run."

@@ -106,7 +106,7 @@ class GPT(nn.Module):
         tokens_BT, targets_BT = batch
         x_NC = self.hidden(tokens_BT).flatten(0, 1)
         targets_N = targets_BT.flatten()
-        loss = linear_cross_entropy(x_NC, self.wte.table(), targets_N, reduction="sum")
+        loss = linear_cross_entropy(x_NC, self.wte.weight, targets_N, reduction="sum")
         return loss, (targets_N != IGNORE_INDEX).sum()
 
     def last_logits(self, tokens_BT: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class GPT(nn.Module):
 
     def _head(self, x_C: Tensor) -> Tensor:
         """Compute fp32 logits of hidden states ``(..., C)`` by the same matmul as the loss head."""
-        weight_VC = self.wte.table()
+        weight_VC = self.wte.weight
         dtype = matmul_dtype(x_C, weight_VC)
         logits_V = F.linear(x_C.to(dtype), weight_VC.to(dtype))
         wide = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
@@ -219,11 +219,6 @@ class Embedding(nn.Embedding):
 
     **Source:** measured with torch 2.13; ``tests/trainer/models/test_layers.py`` pins it.
     """
-
-    def table(self) -> Tensor:
-        """The weight as a head multiplies with it: plain, also where ranks share the matmuls."""
-        to_local: Any = getattr(self.weight, "to_local", None)
-        return self.weight if to_local is None else to_local()
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up rows, ``(...)`` int64 to ``(..., C)`` in the dtype of the table, exactly."""
