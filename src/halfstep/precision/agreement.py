@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import PeerError, PrecisionError
+from halfstep.errors import PartedError, PeerError, PrecisionError
 from halfstep.precision.border import as_device, require
 from halfstep.precision.masters.local_part import fsdp_modules, local_part
 from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks, Share
@@ -240,7 +240,7 @@ class ManyRanks(Ranks):
             PrecisionError: On every rank, with the weight and the ranks that differ.
         """
         if found := self._differing(self._named):
-            raise PrecisionError(f"{found[1]} in {found[0]} after step {self._at[0]}{_PARTED}")
+            raise PartedError(f"{found[1]} in {found[0]} after step {self._at[0]}{_PARTED}")
 
     def _row(self, does: int) -> tuple[Tensor, Tensor]:
         """The sums of a step, all zero, and this rank's own row of them, which is a view."""
@@ -296,12 +296,12 @@ class ManyRanks(Ranks):
             )
         for values, what in zip(columns, _FIXED, strict=False):
             if who := self._apart(values, [0] * self._size, shown=_SHOWN):
-                raise PrecisionError(f"{who} in {what}{_PARTED}")
+                raise PartedError(f"{who} in {what}{_PARTED}")
         of_copies = columns[len(_FIXED) :]
         bits = zip(of_copies[1::2], self._parts.values(), strict=True)
         if any([self._apart(values, parts) for values, parts in bits]):
             name, who = self._differing(window) or ("no weight any more", "a rank differed")
-            raise PrecisionError(f"{who} in {name} at step {self._at[0]}{_PARTED}")
+            raise PartedError(f"{who} in {name} at step {self._at[0]}{_PARTED}")
         for squares, parts in zip(of_copies[::2], self._parts.values(), strict=True):
             norms = [math.sqrt(square) for square in squares]
             if who := self._apart(norms, parts, _ROUNDING, _SHOWN):
