@@ -1,7 +1,6 @@
 """The public names of halfstep; each is loaded on first use."""
 
 from . import distributed as distributed, formats as formats, optim as optim
-from .diagnostics.estimate import estimate as estimate
 from .diagnostics.health import LayerHealth as LayerHealth
 from .diagnostics.lost_updates import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.memory import MemoryMeter as MemoryMeter
@@ -11,8 +10,7 @@ from .diagnostics.nonfinite.first_cause import (
     trace_nonfinite as trace_nonfinite,
 )
 from .diagnostics.recorder import Recorder as Recorder
-from .diagnostics.statistics.numerics import load_numerics as load_numerics
-from .diagnostics.statistics.watch import watch as watch
+from .diagnostics.statistics.watch import load_numerics as load_numerics, watch as watch
 from .diagnostics.statistics.what_if import what_if as what_if
 from .diagnostics.trace import trace as trace
 from .errors import (
@@ -24,10 +22,7 @@ from .errors import (
     SpikeError as SpikeError,
 )
 from .integrations.grad_scaler import GradScaler as GradScaler
-from .precision.agreement import (
-    ManyRanks as ManyRanks,
-    check_replicas as check_replicas,
-)
+from .precision.agreement import ManyRanks as ManyRanks
 from .precision.casting.autocast import support as support
 from .precision.casting.cast import autocast as autocast
 from .precision.ema import EMA as EMA

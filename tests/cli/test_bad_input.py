@@ -5,18 +5,9 @@ In one process: each case would take seconds as a program of its own.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from halfstep.cli.main import main
-
-TINY = [
-    "--config", "gpt-tiny", "--tokenizer", "bytes", "--device", "cpu", "--precision", "fp32",
-    "--model.n_layer", "1", "--model.n_embd=32", "--model.n_head", "2", "--model.block_size=32",
-    "--batch-size", "4", "--run.eval_batches", "2", "--quiet",
-]  # fmt: skip
-LONG = "x" * 300
 
 
 @pytest.fixture
@@ -62,41 +53,6 @@ def refused(capsys, tmp_path, monkeypatch):
 )
 def test_a_mistake_is_one_line(refused, words, message):
     refused(*words, words=message)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--max-steps", "9" * 5000], "run.max_steps|allowed: an integer"),
-        (["--output-dir", LONG], "File name too long"),
-        (["--config", LONG], "unknown configuration"),
-        (["--config", LONG + ".toml"], "cannot be read"),
-        (["--precision", "bf16" * 1000], "unknown precision policy"),
-    ],
-)  # fmt: skip
-def test_a_run_that_cannot_be(refused, corpus, options, words):
-    data = [] if "--data" in options else ["--data", corpus]
-    folder = [] if "--output-dir" in options else ["--output-dir", "r"]
-    refused("train", *TINY, *data, *folder, *options, words=words)
-    assert not os.path.exists("r")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("max_steps = " + "9" * 5000, "cannot be read"),
-        ("x = " + "[" * 20000 + "]" * 20000, "cannot be read"),
-        ("x" + ".x" * 3000 + " = 1", "unknown key x"),
-        ('task = ["pretrain"]', "key task"),
-        ('task = "pretrain"\n[model]\nn_layer = "\\u0000"', "n_layer"),
-        ("model = 3", "a section is expected"),
-    ],
-    ids=["digits", "brackets", "dots", "task", "nul in a number", "no section"],
-)  # fmt: skip
-def test_a_configuration_that_is_none(refused, tmp_path, text, words):
-    path = tmp_path.parent / "bad.toml"
-    path.write_text(text)
-    refused("train", "--config", path, words=words)
 
 
 def test_an_error_line_does_not_steer_the_terminal(refused):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from torch._subclasses.fake_tensor import FakeTensor
 
 from halfstep.cli.commands import COMMANDS
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
@@ -56,8 +55,6 @@ def in_forward(monkeypatch):
 
         def planted(self, batch):
             total, count = loss_sum(self, batch)
-            if isinstance(total, FakeTensor):  # the estimate of memory before the run
-                return total, count
             calls.append(0)
             return (act(total) if len(calls) == number else total), count
 

@@ -101,20 +101,6 @@ def test_the_same_command_line_with_resume(files, finished, tmp_path, halfstep):
     assert metrics(path) == metrics(finished)
 
 
-def test_a_resume_that_would_compute_something_else(files, finished, tmp_path, halfstep):
-    path = copy_of(finished, tmp_path / "r")
-    before = content(path)
-    words = words_of(files, path, "--eval-every", 2, "--keep", 9, "--save-every", 1)
-    for more, expected in (
-        (["--batch-size", 12], "--resume cannot change batch_size=12 (the run has 24)"),
-        (["--model", "scratch:small"], "model.source='scratch:small' (the run has 'scratch:tiny')"),
-        (["--config", "classify-scratch", "--schedule.min_ratio", 0.5], "schedule.min_ratio=0.5"),
-    ):
-        done = classify(halfstep, *words, "--max-steps", 8, "--resume", *more)
-        assert_refused(done, expected)
-    assert content(path) == before
-
-
 def test_tasks_do_not_mix(finished, tmp_path, halfstep):
     other = tmp_path / "p"
     other.mkdir()
@@ -139,28 +125,3 @@ def test_tasks_do_not_mix(finished, tmp_path, halfstep):
     ):  # fmt: skip
         assert_refused(halfstep(*words[0].split(), *words[1:]), *expected)
     assert not (tmp_path / "r").exists()
-
-
-# --- bad input ---
-
-
-def test_bad_words_are_one_line(files, tmp_path, halfstep, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "odd.csv").write_text("body,kind\nglad,joy\nrain,sad\n")
-    cases = [
-        (["--model", "scratch:huge"], "scratch:huge", "scratch:tiny"),
-        (["--train", "odd.csv"], "odd.csv", "body", "kind"),
-        (["--batch-size", 4, "--grad-accum", 3], "run.batch_size=4 cannot be split"),
-        (["--model.sorce", "x"], "unknown option --model.sorce, did you mean '--model.source'?"),
-        (["--resume"], "holds no run"),
-        (["--parallel", "data=2"], "parallel=data=2 needs 2 ranks, the run has 1"),
-    ]
-    before = {p.name for p in tmp_path.iterdir()}
-    for more, *expected in cases:
-        words = words_of(files, tmp_path / "r", *more, "--quiet")
-        assert_refused(classify(halfstep, *words), *expected)
-        assert not (tmp_path / "r").exists(), more
-    assert {p.name for p in tmp_path.iterdir()} == before
-
-    done = classify(halfstep, "--model", "scratch:tiny", "--output-dir", tmp_path / "r")
-    assert_refused(done, "--train")

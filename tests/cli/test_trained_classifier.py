@@ -134,37 +134,6 @@ def test_output_is_written_whole_or_not_at_all(runs, tmp_path, predict):
     assert out.read_text() == "an earlier one"
 
 
-def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, predict, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.csv").write_text("words,n\nglad,1\n")
-    (tmp_path / "ok.txt").write_text("glad\n")
-    unfinished = shutil.copytree(runs["scratch"], tmp_path / "r")
-    shutil.rmtree(unfinished / "model")
-    damaged = shutil.copytree(runs["scratch"], tmp_path / "m")
-    weights = damaged / "model" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    (tmp_path / "gpt").mkdir()
-    (tmp_path / "gpt" / "config.toml").write_text(
-        "[model]\nn_layer = 1\nn_head = 2\nn_embd = 32\nblock_size = 32\n"
-    )
-    before = set(tmp_path.iterdir())
-    run, text = ["--run", runs["scratch"], "--input"], ["--input", "ok.txt"]
-    for words, *expected in (
-        ([*run, "in.csv"], "in.csv"),
-        ([*run, "ok.txt", "--batch-size", "0"], "batch_size=0; allowed: integers >= 1"),
-        ([*run, "ok.txt", "--output", "no/such/out.jsonl"], "no/such/out.jsonl"),
-        ([*run, "ok.txt", "--precision", "tf32"], "tf32"),
-        (["--run", unfinished, *text], "has no model yet", "--resume --output-dir"),
-        (["--run", damaged, *text], damaged / "model"),
-        (["--run", "gpt", *text], "a run of train, for which there is no predict (halfstep"),
-    ):
-        assert_refused(predict(*words), *expected)
-    assert_refused(predict(*run, "-", stdin=b"glad\n\xff\xfe\n"), "standard input", "UTF-8")
-    assert set(tmp_path.iterdir()) == before
-    _, out, _ = predict(*run, "in.csv", "--text-column", "words")
-    assert objects(out)[0]["text"] == "glad"
-
-
 # --- evaluation ---
 
 

@@ -257,7 +257,7 @@ def strided(rank):
     """How many parts a parameter has that FSDP2 splits over tensor parallelism."""
     mesh, placements = init_device_mesh("cpu", (2,)), [_StridedShard(0, split_factor=2)]
     part = DTensor.from_local(torch.ones(2, 3), mesh, placements, run_check=False)
-    return ManyRanks("cpu").parts_of(part)
+    return ManyRanks("cpu").share_of(part).parts
 
 
 def right_norms(pool, seed, shapes):

@@ -98,7 +98,7 @@ def refused(rank):
         run(precision, micro_batches=2)
     precision.discard()
     used = run(precision) if rank else None
-    with pytest.raises(PrecisionError, match="1 pipeline stages" if rank else "without backward"):
+    with pytest.raises(PrecisionError, match="rank 0: .*without backward" if rank else "step"):
         precision.step()
     if rank:
         with pytest.raises(PrecisionError, match="run the schedule inside"):

@@ -1,4 +1,4 @@
-"""What ranks measure and find together, against one process that has everything."""
+"""What ranks find together. Norms on any mesh: ``test_agreement.py``."""
 
 from __future__ import annotations
 
@@ -15,57 +15,16 @@ from torch.distributed.fsdp import fully_shard
 from distributed.loops import Split
 from every import every
 from halfstep.errors import PrecisionError
-from halfstep.precision.agreement import (
-    MARK,
-    ManyRanks,
-    check_replicas,
-)
+from halfstep.precision.agreement import MARK, ManyRanks
 from halfstep.precision.masters.local_part import local_part
-from halfstep.precision.scaling.gradients import OneRank, Share, exact_global_norm, global_norm
+from halfstep.precision.scaling.gradients import Share, exact_global_norm, global_norm
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
 
 
-def drawn(seed, *shape, size=1.0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * size
-
-
-def measured(rank, kind, size, ranks, share=None):
-    """Loss and norm of gradients that lie over the ranks in several ways; they differ by size."""
-    whole = {1: drawn(1, 8, 4, size=size), 2: drawn(2, 8, 4, size=size)}
-    all_of, part, half = Share(), Share(ranks, rank), Share(2, rank % 2)
-    held = {
-        "copies": {all_of: [whole[1], whole[2]]},
-        "parts": {part: [whole[1].chunk(ranks)[rank], whole[2].chunk(ranks)[rank]]},
-        "both": {all_of: [whole[1]], part: [whole[2].chunk(ranks)[rank]]},
-        "halves": {all_of: [whole[1]], half: [whole[2].chunk(2)[rank % 2]]},
-        "uneven": {all_of: [whole[1]], part: [whole[2] if rank == 0 else torch.empty(0, 4)]},
-        "none here": {all_of: [whole[1]], part: [whole[2]] if rank == 0 else []},
-    }[kind]
-    loss = torch.tensor(1.5 + rank)
-    return ManyRanks(CPU, loss_share=share).measure(
-        loss, held, exact_global_norm if size > 1e10 or size < 1e-10 else global_norm
-    )
-
-
-KINDS = ("copies", "parts", "both", "halves", "uneven", "none here")
-
-
-def test_the_norm_is_that_of_the_whole_however_it_lies(pool):
-    def check(kind, size):
-        found = pool.run(measured, kind=kind, size=size, ranks=pool.size)
-        assert len(set(found)) == 1  # every rank takes the same branches
-        exact = math.sqrt(sum(drawn(s, 8, 4, size=size).double().square().sum() for s in (1, 2)))
-        # a norm of 32 to 64 numbers in fp32: its squares' sum and its root, a few units of 2^-24
-        assert found[0][1] == pytest.approx(exact, rel=8 * 2.0**-24)
-        assert found[0][0] == sum(1.5 + rank for rank in range(pool.size)) / pool.size
-        if kind == "copies" and size == 1.0:
-            whole = {Share(): [drawn(1, 8, 4), drawn(2, 8, 4)]}
-            one = OneRank().measure(torch.zeros(()), whole, global_norm)
-            assert found[0][1] == one[1]  # a square of fp32 fits into fp64, and sums over copies
-
-    every(itertools.product(KINDS, (1.0, 1e30, 1e-30)), check)
+def drawn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def broken(rank, where, value):
@@ -76,7 +35,8 @@ def broken(rank, where, value):
             loss = torch.tensor(value)
         else:
             gradients[0][1] = value
-    return ManyRanks(CPU).measure(loss, {Share(): gradients}, global_norm)
+    norm = exact_global_norm if value == 1e30 else global_norm
+    return ManyRanks(CPU).measure(loss, {Share(): gradients}, norm)
 
 
 def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(pool2):
@@ -86,6 +46,9 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(pool2):
             assert math.isfinite(norm) == (where == "loss")
 
     every(itertools.product(("loss", "gradient"), (math.nan, math.inf, -math.inf)), check)
+    # copies, whose squares of 1e60 and 5 are averaged beyond the range of fp32
+    norms = [norm for _, norm in pool2.run(broken, where="gradient", value=1e30)]
+    assert norms == pytest.approx([1e30 / math.sqrt(2)] * 2, rel=2.0**-23)
 
 
 # Layers split by hand: Megatron's column- and row-parallel pair over two ranks
@@ -127,15 +90,12 @@ def marks(rank, model_parallel):
     group = ManyRanks(CPU, model_parallel=model_parallel)
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    return group.parts_of(plain), group.parts_of(marked), group.parts_of(model.weight)
+    return [group.share_of(p).parts for p in (plain, marked, model.weight)]
 
 
 @pytest.mark.parametrize(("model_parallel", "parts"), [(None, 4), (2, 2), (1, 1)])
 def test_a_mark_tells_that_model_parallel_ranks_hold_parts(pool4, model_parallel, parts):
-    assert pool4.run(marks, model_parallel=model_parallel) == [(1, parts, 4)] * 4
-    marked = nn.Parameter(torch.ones(2))
-    setattr(marked, MARK, True)
-    assert OneRank().parts_of(marked) == 1
+    assert pool4.run(marks, model_parallel=model_parallel) == [[1, parts, 4]] * 4
 
 
 def refused(rank, case):
@@ -146,7 +106,7 @@ def refused(rank, case):
     with torch.no_grad():
         if case == "one bit":
             model[1].weight.view(torch.int32)[1, 1] += rank
-        elif case in ("split", "marked", "frozen", "alone"):
+        elif case in ("split", "marked", "frozen"):
             model[1].bias.add_(rank)
             setattr(model[1].bias, MARK, case == "marked")
             model[1].bias.requires_grad_(case != "frozen")
@@ -164,7 +124,7 @@ def refused(rank, case):
         elif case == "empty":
             model = nn.Module()
     try:
-        check_replicas(model.named_parameters(), OneRank() if case == "alone" else group)
+        group.bound(model.named_parameters())
     except PrecisionError as error:
         return str(error)
     return None
@@ -187,5 +147,5 @@ def test_plain_parameters_must_be_copies_or_marked(pool2):
             for words in ("parameter.tensor_model_parallel = True", "ranks=", "broadcast"):
                 assert words in first
 
-    right = ("copies", "marked", "frozen", "16 bits", "sharded", "empty", "alone")
+    right = ("copies", "marked", "frozen", "16 bits", "sharded", "empty")
     every((*wrong, *right), check)

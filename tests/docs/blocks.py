@@ -18,7 +18,7 @@ Several comments may stand above one fence. A block that contains ``precision.st
 the model's weights, so that a loop that trains nothing is noticed.
 
 **Commands**: each ``halfstep ...`` is read by the command line's own grammar; those that only print
-(``PRINTS``) are run too, and the others are run short in the slow tier, in a folder that has the
+(``explain``) are run too, and the others are run short in the slow tier, in a folder that has the
 files of ``FILES`` and, under every ``runs/NAME`` that they name, a short run. ``...`` in a command
 stands for what the page leaves out: it is read and not run. Of other programs, ``pip``, ``make``,
 ``python FILE`` and ``torchrun`` are checked: there must be such an extra, target or file.
@@ -47,9 +47,6 @@ REASONS = {
     "needs the network", "needs a Mac", "needs DeepSpeed", "needs a captured spike",
 }  # fmt: skip
 """Why a block may not run: what a machine for tests does not have."""
-
-PRINTS = ("explain", "estimate")
-"""Commands that print what is known, and take no time."""
 
 FILES = (
     "book.txt", "train.txt", "reviews.csv", "posts.csv", "train.csv", "dev.csv", "train.jsonl",

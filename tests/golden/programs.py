@@ -229,8 +229,6 @@ evaluate --run labels
 evaluate --run lora --json
 explain bf16-split fp16-mixed mxfp8 --device cpu
 explain bf16-mixed,reduce=x
-estimate --params 124M --memory 16GB
-estimate --params many
 memory split --precision fp32 bf16-split
 trace split
 trace mixed --precision bf16-master

@@ -5,11 +5,9 @@ import math
 import pytest
 import torch
 
+from halfstep import Precision
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.policy.rules import place
-from halfstep.precision.policy.spelling import parse_policy
-from halfstep.precision.scaling.gradients import Examiner, OneRank, global_norm
+from halfstep.precision.scaling.gradients import global_norm
 
 
 def gradients(dtype, seed=0):
@@ -52,10 +50,9 @@ def test_one_number_that_is_not_finite_is_seen_anywhere(kernel, dtype, bad, plac
 def test_squares_beyond_fp32_are_no_overflow_after_a_closer_look(kernel):
     for size in (1e30, 1e-22, 1e-30):  # whose squares are inf, subnormal and 0
         model = torch.nn.Linear(10, 20, bias=False)
-        optimizers = [AdamW(model.parameters(), lr=0.1)]  # whose kernel measures
-        masters = MasterWeights(place(parse_policy("fp32"), model), optimizers)
+        optimizer = AdamW(model.parameters(), lr=0.1)  # whose kernel measures
+        precision = Precision("fp32", model, optimizer)
         model.weight.grad = torch.full((20, 10), size)
-        examiner = Examiner(model, masters, OneRank())
-        judged = examiner.judge(torch.ones(()), masters.gradients())
+        judged = precision._steps.judge(torch.ones(()), precision.masters.gradients())
         assert not judged.broken
         assert judged.norm == pytest.approx(size * math.sqrt(200), rel=1e-6, abs=0)

@@ -92,7 +92,7 @@ def test_same_bits_as_torch_operations(rule, gradient, moments, update, skip):
     values = [torch.empty(task.weight.shape, device=DEVICE) for task in ours]
     cuda.read_masters(Batch(ours), values, how)
     for value, task in zip(values, theirs, strict=True):
-        assert same(value, master(task.weight, task.remainder, how))
+        assert same(value, master(task.weight, task.remainder))
     if len(rule.moments) == 2 and moments == "8bit":
         assert torch.equal(cuda.elements_below(Batch(ours)), elements_below(Batch(theirs)))
 

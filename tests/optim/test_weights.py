@@ -35,7 +35,7 @@ def test_a_weight_is_its_master_within_half_a_gap_whatever_remainder_lies_beside
     bits = torch.randint(-(2**15), 2**15, weight.shape, generator=generator).to(torch.int16)
     kept = ROUNDING[update].remainder_dtype
     remainder = bits.view(kept) if kept == torch.bfloat16 else bits.to(kept)
-    master = master_of(weight, remainder, update).double().numpy()
+    master = master_of(weight, remainder).double().numpy()
     w = weight.double().numpy()
     finite = np.isfinite(w)
     half = floats.gap(w[finite], floats.BF16) / 2

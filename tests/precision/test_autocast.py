@@ -14,8 +14,8 @@ from every import every
 from halfstep import POLICIES, Precision, PrecisionError, autocast, parse_policy, support
 from halfstep.precision.casting.autocast import (
     Autocast,
-    Pins,
     active_autocast,
+    pinned,
     require_support,
 )
 from reference.training import CPU_POLICIES, DYNAMIC, batches, mlp, mse, scaled
@@ -199,7 +199,7 @@ def test_threads_that_want_the_same_value_share_it_and_others_are_refused():
     inside, leave, seen = threading.Event(), threading.Event(), []
 
     def hold() -> None:
-        with Pins(switch, "ieee"):
+        with pinned(switch, "ieee"):
             inside.set()
             leave.wait(10)
             seen.append(settings(["conv"]))
@@ -207,10 +207,10 @@ def test_threads_that_want_the_same_value_share_it_and_others_are_refused():
     first = threading.Thread(target=hold)
     first.start()
     assert inside.wait(10)
-    with Pins(switch, "ieee"):
+    with pinned(switch, "ieee"):
         assert settings(["conv"]) == ["ieee"]
         with pytest.raises(PrecisionError, match="another thread runs a policy that rounds them"):
-            Pins(switch, "tf32").__enter__()
+            pinned(switch, "tf32").__enter__()
         leave.set()
         first.join(10)
         assert settings(["conv"]) == seen[0] == ["ieee"]

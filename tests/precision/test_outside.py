@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 
 from every import every
@@ -99,48 +98,6 @@ def test_calls_outside_of_the_context_run_as_inside_and_give_fp32():
 @pytest.mark.slow
 def test_the_same_under_the_other_policies():
     every(itertools.product(LOW, CALLS), require_as_inside)
-
-
-def test_the_average_of_a_copy_takes_16_bit_weights_and_is_saved_as_a_plain_one():
-    model, _ = trained("bf16-master")
-    average = copy.deepcopy(model)
-    weight, old = average.time.weight, average.time.weight.detach().clone()
-    with torch.no_grad():
-        weight.lerp_(model.time.weight * 2, 0.25)
-    assert torch.equal(weight, torch.lerp(old, (model.time.weight * 2).float(), 0.25))
-    assert weight.__reduce_ex__(2)[0] is nn.Parameter(old).__reduce_ex__(2)[0]
-
-
-@pytest.mark.parametrize("policy", ["bf16-split", "fp16-master"])
-@pytest.mark.parametrize("rule", ["multi", "default"])
-@pytest.mark.parametrize("early", [False, True])
-def test_torchs_fused_averages_are_those_of_tensor_by_tensor(policy, rule, early):
-    def average(fused):
-        torch.manual_seed(0)
-        model, kept = nn.Linear(4, 4), []
-        decay = 0.75 if rule == "multi" else None
-        ways = {
-            (True, 0.75): lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.75)},
-            (False, 0.75): lambda: {"avg_fn": swa_utils.get_ema_avg_fn(0.75)},
-            (True, None): dict,
-            (False, None): lambda: {"avg_fn": swa_utils.get_swa_avg_fn()},
-        }
-        given = ways[fused, decay]()
-        kept += [swa_utils.AveragedModel(model, **given)] if early else []
-        own = POLICIES[policy].needs_own_optimizer
-        sgd = (optim if own else torch.optim).SGD(model.parameters(), lr=0.1)
-        precision = Precision(policy + ",init_scale=256" * (policy[:4] == "fp16"), model, sgd)
-        kept += [] if early else [swa_utils.AveragedModel(model, **given)]
-        for _ in range(3):
-            with precision.autocast():
-                loss = model(Z).square().mean()
-            precision.step(loss)
-            kept[0].update_parameters(model)
-        return list(kept[0].module.parameters())
-
-    for one, other in zip(average(True), average(False), strict=True):
-        assert one.dtype == torch.float32
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)  # lerp rounds elsewhere
 
 
 def test_closed_the_model_is_torchs_again():

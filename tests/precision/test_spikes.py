@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep import Precision, PrecisionError, SpikeError
+from halfstep import Precision, SpikeError
 from halfstep.optim.optimizers import SGD
 from halfstep.precision.scaling.spikes import (
     LOSS_LIMIT,
@@ -87,7 +87,7 @@ def test_losses_below_zero_and_norms_of_zero_are_compared_too():
     assert detector_after([(0.0, 0.0)] * 30).test(0.0, 0.0) is None
 
 
-def test_the_state_decides_the_same_and_a_damaged_one_is_refused():
+def test_the_state_decides_the_same():
     steps = history(200)
     detector, other = detector_after(steps[:150]), SpikeDetector()
     other.restore_(detector.state())
@@ -96,16 +96,6 @@ def test_the_state_decides_the_same_and_a_damaged_one_is_refused():
             assert detector.test(*asked) == other.test(*asked)
         detector.remember(*step)
         other.remember(*step)
-    good = detector.state()
-    pair = [1.0, 1.0]
-    for bad in (
-        [], 3, {"window": []}, {**good, "highest_loss": math.nan}, {**good, "highest_loss": "1"},
-        {**good, "window": [pair] * 129}, {**good, "window": [[1.0]]},
-        {**good, "window": [[1.0, math.inf]]}, {**good, "window": ["ab"]}, {**good, "window": 7},
-    ):  # fmt: skip
-        with pytest.raises(PrecisionError, match="the saved precision state has spikes="):
-            other.restore_(bad)
-    assert other.state() == good
 
 
 # Precision.
@@ -201,8 +191,6 @@ def test_a_state_without_a_window_begins_a_new_one():
     _, _, guarded = warmed("fp32", on_spike="stop")
     guarded.load_state_dict(state)
     assert guarded.state_dict()["spikes"]["window"] == []
-    with pytest.raises(PrecisionError, match="spikes="):
-        guarded.load_state_dict({**state, "spikes": {"window": 1}})
     precision.load_state_dict({**state, "spikes": guarded.state_dict()["spikes"]})  # not needed
 
 

@@ -122,30 +122,6 @@ class Doctor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """Estimate the memory of training, by part and policy, before there is a run.
-
-    Weights, gradients and optimizer state of any model of that size; for what a batch adds, give
-    halfstep.estimate the model and the batch.
-    """
-
-    params: str = option("", "Number of parameters: 1.3B, 124M, 7e9.")
-    precision: tuple[str, ...] = option(
-        (),
-        "Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and "
-        "bf16-split, also with moments=8bit.",
-    )
-    parallel: str = option(
-        "",
-        'The layout of the ranks, of each of which the memory is estimated: "shard=4" or '
-        '"data=2,tensor=2", as for halfstep train; default: one device.',
-    )
-    memory: str = option(
-        "", "The device's memory, such as 16GB; default: of the device that this machine trains on."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """Write one page about one or several runs: what happened to them, and what to do.
 
@@ -171,13 +147,12 @@ COMMANDS: Mapping[str, type[Any]] = {
     "trace": Trace,
     "memory": Memory,
     "doctor": Doctor,
-    "estimate": Estimate,
     "report": Report,
 }
 """Words of a command to its dataclass of arguments."""
 
 MODULES: Mapping[str, str] = {
-    **dict.fromkeys(("explain", "doctor", "estimate", "report"), "small"),
+    **dict.fromkeys(("explain", "doctor", "report"), "small"),
     **dict.fromkeys(("predict", "generate", "evaluate", "export"), "trained"),
     **dict.fromkeys(("trace", "memory"), "one_step"),
     "finetune": "train",

@@ -1,39 +1,29 @@
-"""The commands ``explain``, ``doctor``, ``estimate`` and ``report``."""
+"""The commands ``explain``, ``doctor`` and ``report``."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from halfstep.cli.commands import Doctor, Estimate, Explain, Report
-from halfstep.diagnostics.memory import parts_table, size_text
-from halfstep.distributed.layout import Layout
+from halfstep.cli.commands import Doctor, Explain, Report
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain
-from halfstep.precision.policy.devices import choose, fp8_gain
+from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import POLICIES, RECIPES
-from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from halfstep.shown import aligned
-from halfstep.trainer.environment import choose_device, environment, memory_bytes
-from halfstep.trainer.estimate import estimate_count, read_count
-
-_POLICIES = (
-    "fp32", "fp16-mixed", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit"
-)  # fmt: skip
+from halfstep.trainer.environment import choose_device, environment
 
 
-def run(arguments: Explain | Doctor | Estimate | Report) -> int:
+def run(arguments: Explain | Doctor | Report) -> int:
     """Run one of these commands."""
     match arguments:
         case Explain():
             _explain(arguments)
         case Doctor():
             _doctor(arguments)
-        case Estimate():
-            _estimate(arguments)
         case Report():
             _report(arguments)
     return 0
@@ -59,13 +49,9 @@ def _explain(arguments: Explain) -> None:
 def _doctor(arguments: Doctor) -> None:
     device = choose_device(arguments.device)
     chosen = choose(device)
-    if chosen.kind is None:
+    if not chosen.source:
         raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu")
-    found = {"policy": chosen.policy, "reason": chosen.reason, "source": chosen.kind.source}
-    if least := chosen.kind.fp8_from:
-        shapes = ((768, 3072), (2048, 5632), (4096, 4096))
-        gains = (f"{fp8_gain(*shape, least):.2f} at {shape[0]} x {shape[1]}" for shape in shapes)
-        found["fp8"] = f"{', '.join(gains)} of bf16's speed predicted; below 1, bf16 is kept"
+    found = {"policy": chosen.policy, "reason": chosen.reason, "source": chosen.source}
     if arguments.json:
         print(json.dumps({**found, "environment": environment(device)}, indent=1))
     else:
@@ -73,23 +59,7 @@ def _doctor(arguments: Doctor) -> None:
         print("\n".join(f"{key}: {text}" for key, text in found.items()))
 
 
-# --- estimate, report -----------------------------------------------------------------------------
-
-
-def _estimate(arguments: Estimate) -> None:
-    layout = Layout.parse(arguments.parallel)
-    device = choose_device("auto")
-    policies = [parse_policy(text, device) for text in arguments.precision or _POLICIES]
-    have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
-    count = read_count(arguments.params, "--params")
-    found = estimate_count(count, policies, layout)
-    fits = ("fits", ["yes" if memory.total <= have else "no" for memory in found])
-    rooms = [have - memory.total for memory in found]
-    left = ("left", [size_text(abs(r)) + (" short" if r < 0 else "") for r in rooms])
-    ranks = f"; on each of {layout.size} ranks ({layout})" if layout.size > 1 else ""
-    print(parts_table(found, fits, left))
-    print(f"\nfits: state only, in {size_text(have)}; what is left is for activations{ranks}.")
-    print("Temporary tensors, the allocator's rounding and the process come on top.")
+# --- report ---------------------------------------------------------------------------------------
 
 
 def _report(arguments: Report) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from halfstep.cli.commands import Request
 from halfstep.cli.main import INTERRUPTED
-from halfstep.distributed.world import World, open_world
+from halfstep.distributed.world import open_world
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
@@ -21,7 +21,6 @@ from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
-    Resume,
     begin,
     default_run_folder,
     execute,
@@ -48,34 +47,27 @@ def run(request: Request) -> int:
             config = with_run_folder(config, path)
         elif not request.start.resume:
             config = _resumed(request, path)  # the launcher has started this run again
-        return _train(request, config, path, world, resuming=resuming)
-
-
-def _train(
-    request: Request, config: BaseConfig, path: Path, world: World, *, resuming: Resume
-) -> int:
-    keep_freed_memory()
-    device = choose_device(config.run.device, world.local_rank)
-    title = f"{config.name} {parse_policy(config.precision, device)}"
-    with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:
-        session = open_session(config, world=world)
-        outcome = execute(
-            session,
-            path,
-            display.say,
-            lambda tick: display.stepped(tick, session.config.run.max_steps),
-            resuming=resuming,
-        )
-        if outcome.interrupted:
-            display.say(f"saved; {way_on(config)}")
-    if world.is_main:
-        print(_summary(session, path, outcome.last))
-        if outcome.verdict:
-            said, *command = outcome.verdict.splitlines()
-            print(f"{said}; a page about the run: halfstep report {path}", *command, sep="\n")
-        if outcome.written:
-            print(outcome.written)
-    return INTERRUPTED if outcome.interrupted else 0
+        keep_freed_memory()
+        title = f"{config.name} {parse_policy(config.precision, device)}"
+        with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:
+            session = open_session(config, world=world)
+            outcome = execute(
+                session,
+                path,
+                display.say,
+                lambda tick: display.stepped(tick, session.config.run.max_steps),
+                resuming=resuming,
+            )
+            if outcome.interrupted:
+                display.say(f"saved; {way_on(config)}")
+        if world.is_main:
+            print(_summary(session, path, outcome.last))
+            if outcome.verdict:
+                said, *command = outcome.verdict.splitlines()
+                print(f"{said}; a page about the run: halfstep report {path}", *command, sep="\n")
+            if outcome.written:
+                print(outcome.written)
+        return INTERRUPTED if outcome.interrupted else 0
 
 
 def _requested(request: Request) -> BaseConfig:

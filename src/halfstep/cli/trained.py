@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from halfstep.errors import ConfigError
 from halfstep.trainer import part
 from halfstep.trainer.config.tasks import (
     ClassifyConfig,
@@ -24,7 +25,6 @@ from halfstep.trainer.config.tasks import (
 )
 from halfstep.trainer.data.labelled import read_texts
 from halfstep.trainer.run import run_config
-from halfstep.trainer.tasks.task import Trained
 
 TRAINED: Mapping[str, str] = {
     TrainConfig.TASK: "trainer.tasks.text:TrainedText",
@@ -35,10 +35,15 @@ TRAINED: Mapping[str, str] = {
 """Name of a task to the place of the class of the models that its runs leave."""
 
 
-def open_trained(use: Use | Exporting) -> Trained:
-    """Find the trained model of a run; nothing is loaded yet."""
+def open_trained(use: Use | Exporting, verb: str) -> Any:
+    """Find the trained model of a run, which must support the verb; nothing is loaded yet."""
     config = run_config(Path(use.run))
-    found: Trained = part(TRAINED[config.TASK])(Path(use.run), config)
+    found = part(TRAINED[config.TASK])(Path(use.run), config)
+    if not hasattr(found, verb):
+        by = config.COMMAND or "halfstep.Trainer"
+        raise ConfigError(
+            f"{use.run} is a run of {by}, for which there is no {verb} (halfstep {verb} --help)"
+        )
     return found
 
 
@@ -50,20 +55,20 @@ def run(arguments: Predicting | Generating | Evaluating | Exporting) -> int:
         case Generating():
             prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
             arguments = replace(arguments, prompt=prompt)
-            print(open_trained(arguments).generate(arguments))
+            print(open_trained(arguments, "generate").generate(arguments))
         case Evaluating():
             _evaluate(arguments)
         case Exporting():
-            print(open_trained(arguments).export(arguments))
+            print(open_trained(arguments, "export").export(arguments))
     return 0
 
 
 def _evaluate(arguments: Evaluating) -> None:
-    trained = open_trained(arguments)
-    found = trained.evaluate(arguments)
+    trained = open_trained(arguments, "evaluate")
+    text, values = trained.evaluate(arguments)
     for note in trained.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(json.dumps(found.values, ensure_ascii=False) if arguments.json else found.text)
+    print(json.dumps(values, ensure_ascii=False) if arguments.json else text)
 
 
 def _predict(arguments: Predicting) -> None:
@@ -71,7 +76,7 @@ def _predict(arguments: Predicting) -> None:
         sys.stdout.reconfigure(encoding="utf-8")
     source = sys.stdin.buffer if arguments.input == "-" else Path(arguments.input)
     texts = read_texts(source, arguments.text_column)
-    trained = open_trained(arguments)
+    trained = open_trained(arguments, "predict")
     found = trained.predict(arguments, texts)
     if arguments.output in ("-", "/dev/stdout"):
         _write(found, sys.stdout)

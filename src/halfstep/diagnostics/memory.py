@@ -44,15 +44,11 @@ class Memory:
 
     Attributes:
         policy: The policy's name.
-        measured: Whether a step was run, or only its shapes.
         bytes: Part and dtype to bytes, as ``{"logits": {"fp32": 4096}}``.
-        ranks: Ranks that share weights, masters, gradients and moments.
     """
 
     policy: str
-    measured: bool
     bytes: Mapping[str, Mapping[str, int]]
-    ranks: int = 1
 
     def part(self, name: str) -> int:
         """Bytes of one part, in all dtypes."""
@@ -70,9 +66,7 @@ class Memory:
             if self.part(name):
                 forms = ", ".join(f"{dtype} {size_text(size)}" for dtype, size in found.items())
                 rows.append((name, size_text(self.part(name)), forms))
-        how = f"{self.policy}, {'measured' if self.measured else 'estimated'}"
-        how += f", on each of {self.ranks} ranks" if self.ranks > 1 else ""
-        rows.append(("total", size_text(self.total), how))
+        rows.append(("total", size_text(self.total), self.policy))
         return aligned(rows, {1})
 
 
@@ -99,71 +93,6 @@ _VIEWS = frozenset({"TBackward0", "ViewBackward0", "TransposeBackward0", "Unsafe
                     "SelectBackward0"})  # fmt: skip
 _CASTS = frozenset({"ToCopyBackward0"})
 Bytes = dict[str, dict[str, int]]
-
-
-class SavedTensors:
-    """A context that records the storages which autograd saves in it.
-
-    Args:
-        model: Its parameters and buffers exist anyway: their storages are not counted.
-        batch: Inputs and targets, which are counted as such.
-        logits: The last dimension of the logits, which tells them from other activations;
-            0: not told apart.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Iterable[Tensor] = (),
-        logits: int = 0,
-    ) -> None:
-        self._held = {id(s): s for s in map(_storage, (*model.parameters(), *model.buffers()))}
-        self._batch = {id(s): s for s in map(_storage, batch)}
-        self._logits = logits
-        self._round: dict[int, tuple[Any, str, str]] = {}
-        self._largest: Bytes = {}
-        self._used = False
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-
-    def __enter__(self) -> SavedTensors:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
-        self._end()
-
-    @property
-    def bytes(self) -> Bytes:
-        """Part and dtype to bytes, of the forward that saved the most."""
-        self._end()
-        return self._largest
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if self._used:  # a backward has begun since: this is the next micro-batch
-            self._end()
-        storage = _storage(tensor)
-        if id(storage) not in self._held and id(storage) not in self._round:
-            part = "batch" if id(storage) in self._batch else self._part_of(tensor)
-            self._round[id(storage)] = (storage, part, dtype_name(tensor.dtype))
-        return tensor
-
-    def _unpack(self, tensor: Tensor) -> Tensor:
-        self._used = True
-        return tensor
-
-    def _end(self) -> None:
-        found = sums((part, form, s.nbytes()) for s, part, form in self._round.values())
-        if _total(found) > _total(self._largest):
-            self._largest = found
-        self._round, self._used = {}, False
-
-    def _part_of(self, tensor: Tensor) -> str:
-        if _is_cast_parameter(tensor):
-            return "cast copies"
-        if self._logits and tensor.dim() > 1 and tensor.shape[-1] == self._logits:
-            return "logits"
-        return "activations"
 
 
 class MemoryMeter:
@@ -196,9 +125,14 @@ class MemoryMeter:
         self._precision = require(
             precision, Precision, "MemoryMeter(precision)", "a halfstep.Precision"
         )
-        self._batch = list(tensors_in(batch))
-        model = precision.model
-        self._saved = SavedTensors(model, self._batch, logits)
+        self._batch, self._logits = list(tensors_in(batch)), logits
+        weights = (*precision.model.parameters(), *precision.model.buffers())
+        self._weights = {id(s): s for s in map(_storage, weights)}
+        self._inputs = {id(s): s for s in map(_storage, self._batch)}
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._saved: dict[int, tuple[Any, str, str]] = {}  # of the running micro-batch
+        self._largest: Bytes = {}  # saved by the micro-batch that saved the most
+        self._used = False  # whether the running micro-batch's backward has begun
         self._memory: Memory | None = None
         self._gradients: dict[int, tuple[str, int]] = {}
         self._stepped: dict[int, tuple[str, int]] = {}
@@ -216,7 +150,7 @@ class MemoryMeter:
         return self._memory
 
     def __enter__(self) -> MemoryMeter:
-        self._saved.__enter__()
+        self._hooks.__enter__()
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._note, self._gradients))  # type: ignore[no-untyped-call]
             for p in self._precision.model.parameters()
@@ -228,11 +162,38 @@ class MemoryMeter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._saved.__exit__(*error)
+        self._hooks.__exit__(*error)
+        self._end()
         for handle in self._handles:
             handle.remove()
         if error[0] is None:
             self._memory = self._count()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if self._used:  # a backward has begun since: this is the next micro-batch
+            self._end()
+        storage = _storage(tensor)
+        if id(storage) not in self._weights and id(storage) not in self._saved:
+            part = "batch" if id(storage) in self._inputs else self._part_of(tensor)
+            self._saved[id(storage)] = (storage, part, dtype_name(tensor.dtype))
+        return tensor
+
+    def _unpack(self, tensor: Tensor) -> Tensor:
+        self._used = True
+        return tensor
+
+    def _end(self) -> None:
+        found = _sums((part, form, s.nbytes()) for s, part, form in self._saved.values())
+        if _total(found) > _total(self._largest):
+            self._largest = found
+        self._saved, self._used = {}, False
+
+    def _part_of(self, tensor: Tensor) -> str:
+        if _is_cast_parameter(tensor):
+            return "cast copies"
+        if self._logits and tensor.dim() > 1 and tensor.shape[-1] == self._logits:
+            return "logits"
+        return "activations"
 
     def _stepping(self, optimizer: Optimizer, *_: object) -> None:
         """Note the gradients that a step takes: of masters, where those are what it updates."""
@@ -264,12 +225,12 @@ class MemoryMeter:
                         left = key == REMAINDER
                         form = "remainder" if left else dtype_name(value.dtype)
                         rows.append(("masters" if left else "moments", value, form))
-        found = sums((part, form, local_part(t).nbytes) for part, t, form in rows)
-        found |= self._saved.bytes
+        found = _sums((part, form, local_part(t).nbytes) for part, t, form in rows)
+        found |= self._largest
         sizes = max(self._gradients, self._stepped, key=lambda s: sum(n for _, n in s.values()))
-        found |= sums(("gradients", form, size) for form, size in sizes.values())
-        found |= {"batch": {}} | sums(("batch", dtype_name(t.dtype), t.nbytes) for t in self._batch)
-        return Memory(str(precision.policy), True, found)
+        found |= _sums(("gradients", form, size) for form, size in sizes.values())
+        found |= _sums(("batch", dtype_name(t.dtype), t.nbytes) for t in self._batch)
+        return Memory(str(precision.policy), found)
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
@@ -286,8 +247,7 @@ def _is_cast_parameter(tensor: Tensor) -> bool:
     return before is not None and "AccumulateGrad" in before.name()
 
 
-def sums(rows: Iterable[tuple[str, str, int]]) -> Bytes:
-    """Add up rows of part, dtype and bytes."""
+def _sums(rows: Iterable[tuple[str, str, int]]) -> Bytes:
     found: Bytes = {}
     for part, form, size in rows:
         forms = found.setdefault(part, {})

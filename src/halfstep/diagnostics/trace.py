@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -81,18 +81,96 @@ class Operation:
         return f"{self.op} in {where}: {forms}, {self.calls} {calls}"
 
 
-class Ran:
-    """What a step ran; :func:`halfstep.trace` fills it.
+class trace(TorchDispatchMode):
+    """Records what one training step runs; enter it around forward, backward and step.
+
+    It slows the step, but changes no bit of it, except that dropout draws torch's masks where a
+    compiled kernel of halfstep would draw its own, and that ``fp8-block`` matmuls are torch's.
+
+    Args:
+        model: The model whose modules are named. It has hooks until the context is left.
+        precision: The :class:`halfstep.Precision` that trains it, with whose policy to compare.
 
     Attributes:
-        operations: The operations, in the order in which they first ran.
+        operations: The operations, in the order in which they first ran; when the context is left.
         policy: The policy of the step; None without one.
+
+    Raises:
+        PrecisionError: If an argument is of another type.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> precision = Precision("bf16-mixed", model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with trace(model, precision) as ran:
+        ...     with precision.autocast():
+        ...         loss = model(torch.ones(3, 4)).float().mean()
+        ...     _ = precision.step(loss)
+        >>> print([row for row in ran.operations if row.op == "addmm"][0])
+        addmm in forward of the model (Linear): 3 bf16 -> bf16, 1 call
+        >>> ran.differences()
+        []
     """
 
-    def __init__(self, model: nn.Module, policy: PrecisionPolicy | None) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, precision: Precision | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = require_model(model, "trace(model)")
+        if precision is not None:
+            require(precision, Precision, "trace(precision)", "a halfstep.Precision, or None")
+        self.policy = None if precision is None else precision.policy
         self.operations: tuple[Operation, ...] = ()
-        self.policy = policy
-        self._model = model
+        self._modules = ModuleCalls(model)
+        self._calls: Counter[_Key] = Counter()
+        self._names: dict[int, tuple[str, bool]] = {}
+
+    def __enter__(self) -> Self:
+        for name, parameter in self._model.named_parameters():
+            if not nn.parameter.is_lazy(parameter):
+                self._names[storage_key(parameter)] = name, True
+        self._modules.hook()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._modules.unhook()
+        self.operations = tuple(Operation(*key, n) for key, n in self._calls.items())
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        known = operation(func)
+        if known.view or known.allocates or known.looks(result):
+            return result
+        simulated, low, low_bit, updates = _frames()
+        if simulated is not None and simulated is not func:
+            return result  # a conversion of its operands, or of its result
+        given = _unique([*args, *(kwargs[name] for name in kwargs if name != "out")])
+        made = [*floating(result)]
+        if not made:
+            return result
+        if known.attention:  # its log-sum-exp is fp32, and the mask may be
+            given, made = given[:3], made[:1]
+        place = self._modules.place(self._names)
+        direction: str = place.direction
+        if direction == "forward" and not place.class_name and updates:
+            direction = "update"
+        op, inputs = _name(known.base, given, made), tuple(_form(t, low) for t in given)
+        outputs = tuple(dict.fromkeys(_form(t, low) for t in made))
+        if low_bit is not None:
+            if not (is_product(op) or op.startswith("scaled_mm")):
+                return result  # it rounds operands
+            op, inputs, outputs = _of_recipe(low_bit)
+        key = (place.module, place.class_name, direction, op, inputs, outputs)
+        self._calls[key] += 1
+        return result
 
     def __str__(self) -> str:
         """Operations by module, as aligned text."""
@@ -172,102 +250,6 @@ def _short(forms: Sequence[str]) -> str:
     """Dtypes in order, a run of equal ones once with its length."""
     runs = [(form, len([*run])) for form, run in groupby(forms)]
     return ", ".join(form if n == 1 else f"{n} {form}" for form, n in runs) or "-"
-
-
-def trace(model: nn.Module, precision: Precision | None = None) -> Trace:
-    """Record what one training step runs; enter it around forward, backward and step.
-
-    It slows the step, but changes no bit of it, except that dropout draws torch's masks where a
-    compiled kernel of halfstep would draw its own, and that ``fp8-block`` matmuls are torch's.
-
-    Args:
-        model: The model whose modules are named. It has hooks until the context is left.
-        precision: The :class:`halfstep.Precision` that trains it, with whose policy to compare.
-
-    Returns:
-        A context manager that gives a :class:`Ran`, complete when the context is left.
-
-    Raises:
-        PrecisionError: If an argument is of another type.
-
-    Example:
-        >>> model = nn.Linear(4, 2)
-        >>> precision = Precision("bf16-mixed", model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> with trace(model, precision) as ran:
-        ...     with precision.autocast():
-        ...         loss = model(torch.ones(3, 4)).float().mean()
-        ...     _ = precision.step(loss)
-        >>> print([row for row in ran.operations if row.op == "addmm"][0])
-        addmm in forward of the model (Linear): 3 bf16 -> bf16, 1 call
-        >>> ran.differences()
-        []
-    """
-    require_model(model, "trace(model)")
-    if precision is not None:
-        require(precision, Precision, "trace(precision)", "a halfstep.Precision, or None")
-    return Trace(model, None if precision is None else precision.policy)
-
-
-class Trace(TorchDispatchMode):
-    """The context manager that :func:`trace` returns."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, model: nn.Module, policy: PrecisionPolicy | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._model = model
-        self._modules = ModuleCalls(model)
-        self._calls: Counter[_Key] = Counter()
-        self._names: dict[int, tuple[str, bool]] = {}
-        self.ran = Ran(model, policy)
-
-    def __enter__(self) -> Ran:
-        for name, parameter in self._model.named_parameters():
-            if not nn.parameter.is_lazy(parameter):
-                self._names[storage_key(parameter)] = name, True
-        self._modules.hook()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self.ran
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._modules.unhook()
-        self.ran.operations = tuple(Operation(*key, n) for key, n in self._calls.items())
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        known = operation(func)
-        if known.view or known.allocates or known.looks(result):
-            return result
-        simulated, low, low_bit, updates = _frames()
-        if simulated is not None and simulated is not func:
-            return result  # a conversion of its operands, or of its result
-        given = _unique([*args, *(kwargs[name] for name in kwargs if name != "out")])
-        made = [*floating(result)]
-        if not made:
-            return result
-        if known.attention:  # its log-sum-exp is fp32, and the mask may be
-            given, made = given[:3], made[:1]
-        place = self._modules.place(self._names)
-        direction: str = place.direction
-        if direction == "forward" and not place.class_name and updates:
-            direction = "update"
-        op, inputs = _name(known.base, given, made), tuple(_form(t, low) for t in given)
-        outputs = tuple(dict.fromkeys(_form(t, low) for t in made))
-        if low_bit is not None:
-            if not (is_product(op) or op.startswith("scaled_mm")):
-                return result  # it rounds operands
-            op, inputs, outputs = _of_recipe(low_bit)
-        key = (place.module, place.class_name, direction, op, inputs, outputs)
-        self._calls[key] += 1
-        return result
 
 
 def _frames() -> tuple[Any, torch.dtype | None, dict[str, Any] | None, bool]:

@@ -153,11 +153,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
         """The update rule of a group's parameters."""
         return self.algorithm
 
-    def averages(self, model: nn.Module) -> dict[str, float]:
-        """Tensors of a parameter's size that its moments are, by name: for halfstep.estimate."""
-        held = {p: len(self.algorithm_of(group).moments) for _, group, p in self._members()}
-        return {name: held[p] for name, p in model.named_parameters() if p in held}
-
     def check_precision(self, update: Update, moments: Moments) -> None:
         """Refuse a policy's rounding mode and moments if this optimizer cannot use them."""
         if moments not in get_args(Moments):

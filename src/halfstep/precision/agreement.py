@@ -12,7 +12,9 @@ of these weights. So gradients that nobody has reduced, a step that one rank lef
 have parted ways are found in the first step, and by the number of the rank.
 
 A parameter that is not a DTensor does not show whether ranks hold copies of it or parts. Layers
-split by hand set an attribute (:data:`MARK`); :func:`check_replicas` refuses those that do not.
+split by hand set an attribute (:data:`MARK`). What has none and differs is refused: taken for
+copies, parts would make the norm too small, by up to the square root of their number. Parts with
+equal values, such as all zeros, cannot be told from copies.
 
 **Source:** Megatron-Core reduces ``found_inf`` with MAX over all model-parallel ranks.
 """
@@ -25,7 +27,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from itertools import compress
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,23 +52,42 @@ MARK = "tensor_model_parallel"
 **Source:** Megatron-Core, ``core/tensor_parallel/layers.py``, sets it on its split parameters.
 """
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FIXED = ("taking a step, which discard() leaves out on all ranks or on none", "the step",
-          "the applied steps", "the loss scale")  # fmt: skip
-"""What all ranks have in common: the first columns of their rows, and how an error calls them."""
 _TAKES, _LEAVES_OUT, _CANNOT = range(3)
 _PRIME = 2**52 - 47  # sums of bits modulo a prime below 2^53: fp64 holds them, no bit is lost
 _ROUNDING = 1e-5  # of a norm, which ranks with other kernels or threads add up otherwise
-_SHOWN = " ({:g} and {:g})"
 _LOOKED_AT = 64  # weights whose bits are compared in one step, at most
 _PARTED = (
     ": ranks that hold copies of one model have parted ways, and no later step can mend it; go on "
     "from the last checkpoint (halfstep train --resume), and look for memory or network faults, or "
     "for code that skips steps or changes weights on some ranks only"
 )
+_UNREDUCED = (
+    ": nothing has reduced them. Wrap the model in DistributedDataParallel, leave no_sync() for a "
+    "step's last micro-batch, or pass ranks=halfstep.OneRank() where each process trains a model "
+    "of its own"
+)
+
+
+class _Column(NamedTuple):
+    """What ranks that hold the same part have in common in a step: a column of their rows."""
+
+    what: str
+    parts: Sequence[int] = ()  # which one each rank holds; empty: all the same
+    near: float = 0.0  # how far apart values may be, relative
+    remedy: str = _PARTED
+
+
+_FIXED = (
+    _Column("taking a step, which discard() leaves out on all ranks or on none"),
+    *map(_Column, ("the step", "the applied steps", "the loss scale")),
+)
+"""The first columns, of every model; then come bits of weights, and norms of gradients."""
 
 
 class ManyRanks(Ranks):
     """Agreement among all ranks of a group, which step together."""
+
+    _columns: Sequence[_Column] = _FIXED
 
     def __init__(
         self,
@@ -122,7 +144,8 @@ class ManyRanks(Ranks):
         """These ranks for one model, whose copies are compared; all of them call it together.
 
         Raises:
-            PrecisionError: As :func:`check_replicas` does.
+            PrecisionError: The same error on every rank: it names the first trainable parameter
+                that differs, is neither sharded nor marked, or says that the models differ.
         """
         one, every = copy.copy(self), [*named_parameters]
         say("")
@@ -152,6 +175,9 @@ class ManyRanks(Ranks):
         table = self._gathered(torch.tensor([*held.values()], dtype=torch.int64)).T.tolist()
         parts = zip(held, table, strict=True)
         one._parts = {split: each for split, each in parts if len({*each}) < self._size}
+        what, several = "the norm of gradients of copied weights", [*one._parts.values()]
+        norms = [_Column(what, each, _ROUNDING, _UNREDUCED) for each in several]
+        one._columns = [*_FIXED, *(_Column("a weight", each) for each in several), *norms]
         if found := one._differing(one._named):
             raise PrecisionError(
                 f"{found[0]} differs from rank to rank, and nothing says that ranks hold parts of "
@@ -162,33 +188,25 @@ class ManyRanks(Ranks):
             )
         return one
 
-    def parts_of(self, parameter: Tensor) -> int:
-        """How many ranks hold different parts: by a DTensor's mesh, or a tensor's :data:`MARK`.
-
-        Axes that hold copies are what is counted: FSDP2 over tensor parallelism splits by a
-        placement that says of itself that it is no shard.
-        """
-        if isinstance(parameter, DTensor):
-            pairs = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-            return math.prod(size for size, placement in pairs if not placement.is_replicate())
-        return self._model_parallel if getattr(parameter, MARK, False) else 1
-
     def share_of(self, parameter: Tensor) -> Share:
-        """Which of how many parts this rank holds; a plain part is taken for one of its own."""
+        """Which of how many parts this rank holds: by a DTensor's mesh, or a tensor's :data:`MARK`.
+
+        A plain part is taken for one of its own. Axes that hold copies are left out of the count:
+        FSDP2 over tensor parallelism splits by a placement that says of itself that it is no shard.
+        """
         if (known := self._shares.get(parameter)) is not None:
             return known
-        parts = self.parts_of(parameter)
-        if parts == 1:
-            return Share()
         if not isinstance(parameter, DTensor):
-            return Share(parts, self._rank, MARK)
-        mesh, part, axes = parameter.device_mesh, 0, []
+            marked = getattr(parameter, MARK, False) and self._model_parallel > 1
+            return Share(self._model_parallel, self._rank, MARK) if marked else Share()
+        mesh, parts, part, axes = parameter.device_mesh, 1, 0, []
         for axis, placement in enumerate(parameter.placements):
             if not placement.is_replicate():
+                parts *= mesh.size(axis)
                 part = part * mesh.size(axis) + mesh.get_local_rank(axis)
                 axes.append(axis)
         order = (mesh.mesh - mesh.mesh.min()).tolist()  # alike in meshes side by side
-        return Share(parts, part, f"{axes} of {order}")
+        return Share(parts, part, f"{axes} of {order}") if parts > 1 else Share()
 
     def at(self, step: int, applied: int, scale: float) -> None:
         """Where this rank is: steps begun and applied, and its loss scale."""
@@ -207,14 +225,17 @@ class ManyRanks(Ranks):
         """
         sums, mine = self._row(_TAKES)
         sums[0] = loss.double() * self._loss_share
+        window, splits = self._window(self._at[0]), [*self._parts]
         for share, some in gradients.items():
             if some:
-                square = norm(some).double().to(self._device).square()
-                sums[1] += square * share.parts
+                length = norm(some).double().to(self._device)
+                sums[1] += length.square() * share.parts
                 if share.split in self._parts:
-                    mine[len(_FIXED) + 2 * [*self._parts].index(share.split)] += square
-        window = self._window(self._at[0])
-        self._look(window, mine)
+                    mine[len(_FIXED) + len(splits) + splits.index(share.split)] = length
+        for number, split in enumerate(splits, len(_FIXED)):
+            bits = [sum_of_bits(p) for _, p in window if self._shares[p].split == split]
+            if bits:
+                mine[number] = torch.stack(bits).sum() % _PRIME
         value, squares = self._meet(sums, window)
         # one device adds micro-batch losses in fp32: rounding gives two ranks the same value
         value = torch.tensor(value, dtype=torch.float32).item()
@@ -244,9 +265,9 @@ class ManyRanks(Ranks):
 
     def _row(self, does: int) -> tuple[Tensor, Tensor]:
         """The sums of a step, all zero, and this rank's own row of them, which is a view."""
-        columns = len(_FIXED) + 2 * len(self._parts)
-        sums = torch.zeros(2 + self._size * columns, dtype=torch.float64, device=self._device)
-        mine = sums[2:].view(self._size, columns)[self._rank]
+        size, columns = self._size, len(self._columns)
+        sums = torch.zeros(2 + size * columns, dtype=torch.float64, device=self._device)
+        mine = sums[2:].view(size, columns)[self._rank]
         mine[: len(_FIXED)] = torch.tensor([does, *self._at], dtype=torch.float64)
         return sums, mine
 
@@ -254,13 +275,6 @@ class ManyRanks(Ranks):
         """The weights whose turn it is."""
         start = step * _LOOKED_AT % max(1, len(self._named))
         return [*self._named[start:], *self._named[:start]][:_LOOKED_AT]
-
-    def _look(self, window: list[tuple[str, Tensor]], mine: Tensor) -> None:
-        """Write the sums of these weights' bits into this rank's row."""
-        for number, split in enumerate(self._parts):
-            bits = [sum_of_bits(p) for _, p in window if self._shares[p].split == split]
-            if bits:
-                mine[len(_FIXED) + 2 * number + 1] = torch.stack(bits).sum() % _PRIME
 
     def _sum(self, table: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         try:
@@ -294,23 +308,14 @@ class ManyRanks(Ranks):
                 f"{len(unable)} of {self._size} ranks could not take this step, so none does: "
                 f"{heard(unable, 1.0)}"
             )
-        for values, what in zip(columns, _FIXED, strict=False):
-            if who := self._apart(values, [0] * self._size, shown=_SHOWN):
-                raise PartedError(f"{who} in {what}{_PARTED}")
-        of_copies = columns[len(_FIXED) :]
-        bits = zip(of_copies[1::2], self._parts.values(), strict=True)
-        if any([self._apart(values, parts) for values, parts in bits]):
-            name, who = self._differing(window) or ("no weight any more", "a rank differed")
-            raise PartedError(f"{who} in {name} at step {self._at[0]}{_PARTED}")
-        for squares, parts in zip(of_copies[::2], self._parts.values(), strict=True):
-            norms = [math.sqrt(square) for square in squares]
-            if who := self._apart(norms, parts, _ROUNDING, _SHOWN):
-                raise PrecisionError(
-                    f"{who} in the norm of gradients of copied weights: nothing has reduced them. "
-                    "Wrap the model in DistributedDataParallel, leave no_sync() for a step's last "
-                    "micro-batch, or pass ranks=halfstep.OneRank() where each process trains a "
-                    "model of its own"
-                )
+        for (what, parts, near, remedy), values in zip(self._columns, columns, strict=True):
+            who, shown = self._apart(values, parts, near)
+            if who and what == "a weight":
+                what, who = self._differing(window) or ("no weight any more", who)
+                what, shown = f"{what} at step {self._at[0]}", ""
+            if who:
+                kind = PartedError if remedy == _PARTED else PrecisionError
+                raise kind(f"{who} in {what}{shown}{remedy}")
 
     def _differing(self, named: list[tuple[str, Tensor]]) -> tuple[str, str] | None:
         """The first of these weights that ranks with the same part do not hold alike, and who."""
@@ -318,18 +323,16 @@ class ManyRanks(Ranks):
         if some:
             table = self._gathered(torch.stack([sum_of_bits(p) for _, p in some])).T.tolist()
             for (name, p), values in zip(some, table, strict=True):
-                if who := self._apart(values, self._parts[self._shares[p].split]):
+                who, _ = self._apart(values, self._parts[self._shares[p].split])
+                if who:
                     return name, who
         return None
 
     def _apart(
-        self,
-        values: Sequence[float],
-        parts: Sequence[int],
-        near: float = 0.0,
-        shown: str = "",
-    ) -> str:
-        """Which rank's finite value is not that of most with the same part; "" if they agree."""
+        self, values: Sequence[float], parts: Sequence[int], near: float = 0.0
+    ) -> tuple[str, str]:
+        """Which rank's finite value is not that of most with the same part, and both; or ""."""
+        parts = parts or [0] * self._size
         for part in {*parts}:
             rows = zip(self.members, values, parts, strict=True)
             held = {rank: v for rank, v, its in rows if its == part and math.isfinite(v)}
@@ -337,8 +340,9 @@ class ManyRanks(Ranks):
                 other = next(rank for rank, value in held.items() if value == known)
                 for rank, value in held.items():
                     if abs(value - known) > near * abs(known):
-                        return f"rank {rank} differs from rank {other}" + shown.format(value, known)
-        return ""
+                        shown = f" ({value:g} and {known:g})"
+                        return f"rank {rank} differs from rank {other}", shown
+        return "", ""
 
     def worst_(self, marks: Tensor) -> None:
         """Replace ``marks`` by their element-wise maximum over ranks, in place."""
@@ -358,10 +362,7 @@ class ManyRanks(Ranks):
         """All ranks' findings."""
         marks = self.worst([int(n in some) for some in (found.nan, found.inf) for n in names])
         nan, inf = marks[: len(names)], marks[len(names) :]
-        return NonFinite(
-            tuple(name for name, mark in zip(names, nan, strict=True) if mark),
-            tuple(name for name, mark in zip(names, inf, strict=True) if mark),
-        )
+        return NonFinite(tuple(compress(names, nan)), tuple(compress(names, inf)))
 
 
 def _members(group: dist.ProcessGroup | DeviceMesh | None) -> list[int]:
@@ -427,25 +428,6 @@ def ranks_of_this_process(
     widest = max(spans, key=len, default=())
     crossing = any({*span} - {*widest} for span in spans)  # such as DDP around tensor parallelism
     return ManyRanks(device, group=None if crossing else spans.get(widest))
-
-
-def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
-    """Refuse trainable parameters that are neither sharded nor marked, and differ between ranks.
-
-    Unmarked parameters are taken for copies, whose gradient counts once: for hand-written tensor
-    parallel layers the norm would be too small, by up to the square root of the number of ranks.
-    The sums of their bits are compared; parts with equal values, such as all zeros, cannot be told
-    from copies. All ranks must call this together, before training.
-
-    Args:
-        named_parameters: ``model.named_parameters()``.
-        ranks: With :class:`OneRank` nothing is compared.
-
-    Raises:
-        PrecisionError: The same error on every rank: it names the first parameter that differs, or
-            says that the ranks' models have different parameters.
-    """
-    ranks.bound(named_parameters)
 
 
 def sum_of_bits(parameter: Tensor) -> Tensor:

@@ -20,12 +20,9 @@ def require(value: object, kind: type[T] | tuple[type[T], ...], where: str, allo
     """Refuse a value of the wrong class; ``where`` is as ``"EMA(model)"``, ``allowed`` in words."""
     if isinstance(value, kind):
         return value
-    given = repr(value) if isinstance(value, str | int | float | None) else "a " + _kind(value)
+    name = f"class ({value.__name__})" if isinstance(value, type) else type(value).__name__
+    given = repr(value) if isinstance(value, str | int | float | None) else f"a {name}"
     raise PrecisionError(f"{where} got {given[:80]}; allowed: {allowed}")
-
-
-def _kind(value: object) -> str:
-    return f"class ({value.__name__})" if isinstance(value, type) else type(value).__name__
 
 
 def require_model(value: object, where: str) -> nn.Module:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import as_number, require
+from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import ForwardWatch
 from halfstep.precision.casting.cast import CastInputs, check_wrappers
 from halfstep.precision.masters.local_part import fsdp_groups, is_sharded, local_part
@@ -27,7 +27,6 @@ from halfstep.precision.masters.stepping import (
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.policy.spelling import parse_saved
-from halfstep.precision.scaling.spikes import as_state
 
 
 def some(names: tuple[str, ...], limit: int = 3) -> str:
@@ -88,7 +87,6 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
                 "too. For several optimizers give one Precision a list of them"
             )
     check_wrappers(policy, model)
-    require_own_optimizer(policy, optimizers)
     require_elementwise(optimizers)
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, CastInputs) and hook.policy.keeps_more_than_weights:
@@ -99,6 +97,7 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
     _check_held(policy, names, optimizers)
+    require_own_optimizer(policy, optimizers)
     _check_kinds(model)
     kept = placed.kept()
     if policy.param_dtype == torch.float32:
@@ -123,12 +122,12 @@ def _check_held(
             {p for group in o.param_groups for p in group["params"]} for o in with_inner([one])
         )
         owned += [p for some in inner for p in some]
-        replaced = policy.has_masters or any(map(is_sharded, held))
+        replaced = policy.has_masters or policy.update != "nearest" or any(map(is_sharded, held))
         if inner and replaced and set().union(*inner) < held:
             raise PrecisionError(
                 f"{type(one).__name__} steps only a part of its {len(held)} parameters on this "
                 "rank, and cannot do so with masters or shards in their place; use a *-mixed "
-                "policy, or fully_shard and an optimizer of torch"
+                "policy, or fully_shard in place of it"
             )
     strangers = [i for i, p in enumerate(owned) if p not in names]
     if strangers:
@@ -258,13 +257,6 @@ NO_GRADIENTS = (
 )
 
 
-def check_max_norm(max_norm: float | None) -> None:
-    """Refuse a clipping norm that would zero updates (0) or reverse them (negative)."""
-    allowed = "a number above 0, or None for no clipping"
-    if max_norm is not None and not as_number(max_norm, "step(max_norm)", allowed) > 0:
-        raise PrecisionError(f"max_norm={max_norm}; allowed: {allowed}")
-
-
 @torch.no_grad()
 def check_cast(placed: PlacedModel) -> None:
     """Refuse weights that overflow in 16 bits and modules that do not run with 16-bit weights."""
@@ -315,35 +307,19 @@ def check_state(
     parameters: Mapping[str, Tensor],
     weights: Mapping[str, Tensor] | None,
 ) -> dict[str, Tensor]:
-    """Refuse a saved precision state that is from another policy or model, or damaged.
+    """Refuse a saved precision state that is from another policy or model.
 
     ``parameters`` are the tensors that the optimizer updates, by name. The saved ``weights`` allow
     another policy's state. Returns the masters to load, by name: the saved weights, or those that
     states had before optimizers' states had them; none if the weights are masters.
     """
-    counts = ("applied_total", "skipped_total", "skipped_in_a_row")
     require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
-    tables = ("loss_scale", *({"masters"} & set(state)))
-    if weights is not None:
-        require(weights, Mapping, "load_state_dict(weights)", "the model's state_dict(), or None")
-    if set(state) - {"spikes"} != {"policy", *counts, *tables}:
+    if parse_saved(state.get("policy")) != policy and weights is None:
         raise PrecisionError(
-            f"the saved precision state has keys {sorted(map(str, state))}; allowed: what "
-            "Precision.state_dict() gave"
-        )
-    if parse_saved(state["policy"]) != policy and weights is None:
-        raise PrecisionError(
-            f"the saved precision state is from policy {state['policy']!r}, this run uses "
-            f"{str(policy)!r}; resume with --precision {state['policy']}, or give the saved "
+            f"the saved precision state is from policy {state.get('policy')!r}, this run uses "
+            f"{str(policy)!r}; resume with --precision {state.get('policy')}, or give the saved "
             "model's weights= to convert it"
         )
-    wrong = [key for key in counts if type(state[key]) is not int or state[key] < 0]
-    wrong += [key for key in tables if not isinstance(state[key], Mapping)]
-    if wrong:
-        raise PrecisionError(
-            f"the saved precision state is damaged: {wrong[0]}={state[wrong[0]]!r}"
-        )
-    as_state(state.get("spikes"))
     masters, dtypes = dict(state.get("masters", {})), {torch.float32}
     if weights is not None and not masters:
         masters = {name: local_part(w) for name, w in weights.items() if name in parameters}

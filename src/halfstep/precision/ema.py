@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import as_number, require_model
+from halfstep.precision.border import require_model
 from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.masters.local_part import local_part, reshard_
 
@@ -42,7 +42,6 @@ class EMA:
             decay: Above 0 and below 1.
         """
         require_model(model, "EMA(model)")
-        decay = as_number(decay, "EMA(decay)", "0 < decay < 1")
         if not 0 < decay < 1:
             raise PrecisionError(f"decay={decay}; allowed: 0 < decay < 1")
         self.decay = decay

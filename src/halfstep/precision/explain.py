@@ -11,7 +11,7 @@ from torch import nn
 from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import ROUNDING
-from halfstep.precision.policy.devices import DEVICES, fp8_gain, kind_of
+from halfstep.precision.policy.devices import DEVICES, kind_of
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
@@ -34,8 +34,7 @@ def explain(
     Args:
         policy: A policy, its name or field string.
         device: The device it would run on; nothing is allocated there.
-        model: Whose linear layers are listed by shape, with the gain in speed that is predicted of
-            a recipe's formats; on the meta device, too.
+        model: Whose linear layers below 16 bits are listed by shape; on the meta device, too.
 
     Example:
         >>> print(explain("bf16-master").splitlines()[6])
@@ -56,7 +55,7 @@ def explain(
 def _layers(
     policy: PrecisionPolicy, device: torch.device, model: nn.Module
 ) -> list[tuple[str, str, str]]:
-    """A row for each shape of linear layers below 16 bits: where tensor cores gain by that."""
+    """A row for each shape of linear layers below 16 bits."""
     here = kind_of(device)
     kind = here if here and here.fp8_from else [k for k in DEVICES if k.fp8_from][-1]
     placed = place(policy, model)
@@ -64,9 +63,9 @@ def _layers(
     shapes = Counter(tuple(weight.shape) for weight in weights)
     rows = []
     for (outputs, inputs), count in sorted(shapes.items()):
-        gain = fp8_gain(inputs, outputs, kind.fp8_from)
-        text = f"of {inputs} x {outputs}: {gain:.2f} of bf16's speed predicted on {kind.family}"
-        rows.append(("layers", f"{count}", text + "; they stay in bf16 there" * (gain < 1)))
+        narrow = inputs * outputs < kind.fp8_from * (inputs + outputs)
+        text = f"; too narrow to gain, they stay in bf16 on {kind.family}" * narrow
+        rows.append(("layers", f"{count}", f"of {inputs} x {outputs}{text}"))
     if placed.unreached:
         rows.append(("layers", f"{len(placed.unreached)}", placed.left_out))
     return rows

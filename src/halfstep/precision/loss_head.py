@@ -168,7 +168,7 @@ def _losses_and_errors(
     if kernels is not None:
         losses_R = logits_RV.new_empty(len(logits_RV), dtype=wide)
         block = min(kernels.BLOCK, 1 << (vocab - 1).bit_length())
-        if not is_fake(logits_RV):  # an estimate of memory knows shapes alone
+        if not is_fake(logits_RV):  # a fake tensor has no memory
             with torch.cuda.device_of(logits_RV):  # type: ignore[no-untyped-call]
                 kernels.softmax_errors_kernel[(len(losses_R),)](
                     logits_RV, target_R, losses_R, logits_RV.stride(0), ignore_index, unit, vocab,

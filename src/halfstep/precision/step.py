@@ -16,8 +16,9 @@ On CUDA the device takes these steps alone where it can: ``masters/stepping.py``
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -57,11 +58,15 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Outcome, Recovery
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import (
-    Examiner,
     Judged,
+    NonFinite,
     OneRank,
     Progress,
+    Share,
     clip_factor,
+    exact_global_norm,
+    find_nonfinite,
+    global_norm,
 )
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.pipeline import Losses
@@ -325,8 +330,8 @@ class Precision:
             SpikeError: If a finite loss or norm spikes, where ``on_spike`` says so; as above.
         """
         self._require_open()
-        if max_norm is not None and not (type(max_norm) is float and max_norm > 0):
-            checks.check_max_norm(max_norm)
+        if max_norm is not None and not max_norm > 0:
+            raise PrecisionError(f"max_norm={max_norm}; allowed: a number above 0, or None")
         if self.outcome.ema is not None:
             self.outcome.ema.require_own_weights()
         if loss is not None:
@@ -388,12 +393,7 @@ class Precision:
         self.outcome.load(state)
         self.clock.step = self.outcome.progress.steps
         if masters:
-            self.masters.load_(masters, saved=True)
-
-    def start_from_(self, values: Mapping[str, Tensor]) -> None:
-        """Start from fp32 values, by name, that the weights (or local parts) were rounded from."""
-        self.masters.adopt()
-        self.masters.load_(values)
+            self.masters.load_(masters)
 
     def _meet(self) -> None:
         progress = self.outcome.progress
@@ -404,14 +404,19 @@ class Precision:
             raise PrecisionError(checks.CLOSED)
 
 
+# Below this norm, squares of fp32 gradients may underflow (the smallest fp32 number is 2^-149).
+_SQUARES_FIT = 1e-15
+_STRANGER = "a tensor that is not the model's"
+
+
 class _Steps:
     """The steps of a Precision: gradients are judged, applied or not, and counted."""
 
     def __init__(self, owner: Precision, door: _StepDoor) -> None:
         # not the Precision itself, which would then live until a garbage collection
-        self._masters, self._outcome, self._ranks = owner.masters, owner.outcome, owner.ranks
+        self._model, self._masters, self._ranks = owner.model, owner.masters, owner.ranks
+        self._outcome = owner.outcome
         self._path, self._clock, self.door = owner.path, owner.clock, door
-        self._examiner = Examiner(owner.model, owner.masters, owner.ranks, owner.outcome.spikes)
 
     def take(self, loss: Tensor | None, max_norm: float | None) -> StepResult:
         gradients = self._gradients(loss)
@@ -426,11 +431,64 @@ class _Steps:
             if self._outcome.waits:
                 path.settle()
             return result
-        judged = self._examiner.judge(loss, gradients)
+        judged = self.judge(loss, gradients)
         if judged.broken:
             return self._outcome.skipped(judged)
         self._update(gradients, clip_factor(judged.norm, max_norm))
         return self._applied(judged)
+
+    def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
+        """Judge this rank's loss, and the gradient of each target; the host waits once.
+
+        A finite step is tested for a spike, too. All ranks find the same: loss, norm and window are
+        bit-equal on all of them.
+        """
+        by_share: dict[Share, list[Tensor]] = {}
+        if isinstance(self._ranks, OneRank):
+            by_share[Share()] = [*gradients.values()]
+        else:
+            for target, gradient in gradients.items():
+                share = self._ranks.share_of(self._masters.parameter_of(target))
+                by_share.setdefault(share, []).append(gradient)
+        value, norm = self._ranks.measure(loss, by_share, self._norm)
+        if not math.isfinite(value):
+            return Judged(value, norm, None, whose=self._ranks.of_loss(loss))
+        found = NonFinite((), ())
+        if not math.isfinite(norm):
+            named = zip(self._names(gradients), gradients.values(), strict=True)
+            every = [*self._masters.named_parameters(), _STRANGER]
+            found = self._ranks.union(find_nonfinite(named), every)
+        if found.names:
+            return Judged(value, norm, found)
+        if not _SQUARES_FIT < norm < math.inf:
+            _, norm = self._ranks.measure(loss, by_share, exact_global_norm)
+        spikes = self._outcome.spikes
+        spike = None if spikes is None else spikes.test(value, norm)
+        return Judged(value, norm, found, spike)
+
+    def _judged(self, decision: Decision) -> Judged:
+        """The verdict that the device has given."""
+        if not math.isfinite(decision.loss):
+            return Judged(decision.loss, decision.norm, None)
+        broken = decision.nonfinite
+        named = [*zip(self._names(broken), broken.values(), strict=True)] if broken else []
+        nan = tuple(name for name, is_nan in named if is_nan)
+        inf = tuple(name for name, is_nan in named if not is_nan)
+        return Judged(decision.loss, decision.norm, NonFinite(nan, inf))
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The global norm, by an optimizer's kernel if there is one and gradients are dense."""
+        own = self._masters.own_optimizers
+        if not own or any([gradient.is_sparse for gradient in gradients]):
+            return global_norm(gradients)
+        total: Tensor = own[0].norm(gradients)
+        return total
+
+    def _names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        """The model's names of these targets."""
+        named = [*self._model.named_parameters(), *self._masters.named_parameters().items()]
+        names = {parameter: name for name, parameter in named}
+        return tuple(names.get(p, _STRANGER) for p in parameters)
 
     def _applied(self, judged: Judged) -> StepResult:
         result = self._outcome.progress.applied(judged)
@@ -459,7 +517,7 @@ class _Steps:
 
     def _learn(self, decision: Decision) -> StepResult:
         """Count a step that the device took or skipped, as if the host had decided about it."""
-        judged = self._examiner.judged(decision)
+        judged = self._judged(decision)
         return self._outcome.skipped(judged) if judged.broken else self._applied(judged)
 
 

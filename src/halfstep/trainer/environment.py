@@ -26,7 +26,6 @@ from halfstep.precision.policy.devices import (
 )
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def choose_device(spec: str, local_rank: int = 0) -> torch.device:
@@ -77,19 +76,6 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 # Memory.
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Return a device's memory; for the CPU, the machine's memory or its cgroup's lower limit."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    if device.type == "mps":
-        return int(torch.mps.recommended_max_memory())
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _LIMITS:
-        with suppress(OSError, ValueError):  # "max" where there is no limit
-            found = min(found, int(Path(path).read_text(encoding="ascii")))
-    return found
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -103,8 +103,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         Interrupt() as interrupt,
         measured_convolutions(session.task.model, session.device),
         closing(_Losses(session)) as losses,
-        _watched(session, path),
-        _health(session, path, books.news),
+        _observed(session, path, books.news),
         CauseSearch(session, path) as causes,
     ):
         while session.step < settings.max_steps:
@@ -134,15 +133,11 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A step that was taken, and the tokens of all ranks, of it and so far."""
+    """A step that was taken: its result, and what else its line says by the record's names."""
 
     step: int
     result: StepResult
-    learning_rate: float
-    seconds: float
-    compiling: float  # seconds
-    tokens: int
-    tokens_total: int
+    line: dict[str, Any]
 
 
 def attempt(session: Session, begun: Callable[..., None] = lambda *_: None) -> StepResult:
@@ -186,19 +181,16 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     with books.last_words(causes):
         result = attempt(session, begun)
     tokens = task.tokens(session.step)
+    line: dict[str, Any] = {"learning_rate": session.precision.optimizers[0].param_groups[0]["lr"]}
     session.step += 1
     session.tokens += tokens
     if session.step < session.config.run.max_steps:
         session.ahead.prepare(session.step)  # while the device works on this one
-    return _Taken(
-        session.step,
-        result,
-        session.precision.optimizers[0].param_groups[0]["lr"],
-        time.perf_counter() - begin,
-        compile_seconds() - compiled if session.compiled else 0.0,
-        tokens,
-        session.tokens,
-    )
+    line["tokens"] = session.tokens
+    line["tokens_per_second"] = tokens / (time.perf_counter() - begin)
+    if session.compiled:
+        line["compile_seconds"] = compile_seconds() - compiled or None
+    return _Taken(session.step, result, line)
 
 
 class _Books:
@@ -232,12 +224,23 @@ class _Books:
         lost: Sequence[GroupReport] = (),
     ) -> Tick:
         """Write the line of a step whose outcome is known; before a checkpoint of it, if any."""
-        record = _record(self._session, taken, evaluation, lost, causes.cause)
+        record = Record.of(
+            taken.step,
+            taken.result,
+            **taken.line,
+            val_loss=evaluation.loss if evaluation else None,
+            val_accuracy=evaluation.accuracy if evaluation else None,
+            val_macro_f1=evaluation.macro_f1 if evaluation else None,
+            val_measures=dict(evaluation.measures) or None if evaluation else None,
+            first_cause=causes.cause.summary if causes.cause else None,
+            lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
+            peak_memory_bytes=peak_memory_bytes(self._session.device),
+        )
         self.write(record)
         verdicts = (*causes.verdicts, *self.news)
         self.news.clear()
-        if taken.compiling:
-            verdicts = (f"compiled in {taken.compiling:.1f} s", *verdicts)
+        if record.compile_seconds:
+            verdicts = (f"compiled in {record.compile_seconds:.1f} s", *verdicts)
         return Tick(record, evaluation, None, "", verdicts)
 
     def close_step(
@@ -245,13 +248,15 @@ class _Books:
     ) -> Tick:
         """Evaluate if that is due, write the step down, and save; its outcome is known."""
         session, evaluation, better = self._session, None, False
+        run, keeps_best, checkpoint = session.config.run, session.task.keeps_best, None
         if due and session.task.evaluates:
             evaluation = session.evaluate()
             better = session.note(evaluation)
-        lost = losses.measured() if taken.result.applied else ()
+        lost = losses.report() if losses.fresh and taken.result.applied else ()
         tick = self.tick(taken, causes, evaluation, lost)
-        checkpoint = self.save_where_due(last=last, evaluated=evaluation is not None)
-        if better and session.task.keeps_best:
+        if last or _due(session.step, run.save_every) or (evaluation is not None and keeps_best):
+            checkpoint = self._save(last=last)
+        if better and keeps_best:
             session.world.main_only(lambda: session.report_best(self._path))
         warned = (*tick.verdicts, *losses.verdicts(lost, taken), *self.news)
         self.news.clear()
@@ -262,19 +267,16 @@ class _Books:
         if self._session.world.is_main:
             append_line(self._metrics, record.line())
 
-    def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
-        """Save a checkpoint if one is due, and return its path; None where none can be written.
+    def _save(self, *, last: bool) -> Path | None:
+        """Save a checkpoint, and return its path; None where none can be written.
 
         Raises:
             CheckpointError: If none can be, and the run may not go on without.
         """
         session, run = self._session, self._session.config.run
         failed: CheckpointError | None = None
-        keeps_best = session.task.keeps_best
-        if not (last or _due(session.step, run.save_every) or (evaluated and keeps_best)):
-            return None
         session.precision.ranks.agree()  # never save ranks that disagree
-        best = session.best.step if session.best and keeps_best else None
+        best = session.best.step if session.best and session.task.keeps_best else None
         state = session.checkpoint()
         for folder in self._folders:
             try:
@@ -352,26 +354,17 @@ class _Books:
         return f"{begin}--{key.replace('_', '-')} {value}"
 
 
-class _Losses:
+class _Losses(LostUpdateMeter):
     """The lost-update meter, and which of its warnings have already been given."""
 
     def __init__(self, session: Session) -> None:
         run = session.config.run
         # rank 0 measures, on the parts of the weights that it holds itself
         every = run.lost_update_every if session.world.is_main else 0
-        self._meter = LostUpdateMeter(session.precision, every, start=session.applied)
+        super().__init__(session.precision, every, start=session.applied)
         self._session = session
         self._rates_and_shares: dict[str, list[tuple[float, float]]] = {}  # by group
         self._told: set[str] = set()
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the newest step was measured."""
-        return self._meter.fresh
-
-    def measured(self) -> Sequence[GroupReport]:
-        """Return the reports of the step just applied; none if it was not measured."""
-        return self._meter.report() if self.fresh else ()
 
     def verdicts(self, reports: Sequence[GroupReport], taken: _Taken) -> tuple[str, ...]:
         """Return warnings for groups that lose many updates of a better policy, once per group."""
@@ -379,15 +372,11 @@ class _Losses:
         loud = []
         for report in reports:
             measured = self._rates_and_shares.setdefault(report.group, [])
-            measured.append((taken.learning_rate, report.lost))
+            measured.append((taken.line["learning_rate"], report.lost))
             loses = report.lost > LOUD and lost_share(measured, peak) > LOUD
             loud += [report] if loses and report.advice and report.group not in self._told else []
         self._told |= {report.group for report in loud}
         return tuple(f"{report.group}: {report.verdict}" for report in loud)
-
-    def close(self) -> None:
-        """Take the meter's hooks off the optimizers."""
-        self._meter.close()
 
 
 _SKIPS = 3
@@ -446,7 +435,8 @@ class CauseSearch:
                 error or not progress.calibrating or cause.cause_class != "overflow in the backward"
             ):
                 self.cause = cause
-                self._write(cause)
+                line = {"step": self.step, "loss_scale": self.scale, **cause.to_json()}
+                append_line(self._path / CAUSES, {**line, "text": str(cause)})
 
     def _search(self, slower: Callable[..., str]) -> tuple[Cause | None, str]:
         session, batches, seeds = self._session, self._made.batches, self._made.seeds
@@ -469,65 +459,26 @@ class CauseSearch:
         )  # fmt: skip
         return found
 
-    def _write(self, cause: Cause) -> None:
-        """Append the cause to ``causes.jsonl``."""
-        line = {"step": self.step, "loss_scale": self.scale, **cause.to_json()}
-        line["text"] = str(cause)
-        append_line(self._path / CAUSES, line)
 
-
-def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
-    """Count the exponents of the run's numbers, if it asks for that."""
-    every = session.config.run.watch
-    if not every or not session.world.is_main:  # rank 0 counts its own numbers
-        return nullcontext()
-    watch, file = part("diagnostics.statistics.watch:watch"), path / NUMERICS
-    watched: AbstractContextManager[Any] = watch(
-        session.task.model, session.precision, every=every, to=file, start=session.step
-    )
-    return watched
-
-
-def _health(session: Session, path: Path, news: list[str]) -> AbstractContextManager[Any]:
-    """Compare each layer with its own past, if the run asks for that; all ranks take part."""
-    every = session.config.run.health_every
-    if not every:
-        return nullcontext()
-    health: AbstractContextManager[Any] = part("diagnostics.health:LayerHealth")(
-        session.task.model, session.precision, every=every, to=path / HEALTH, start=session.step,
-        tell=lambda text: news.append(f"layer health: {text}"),
-        outputs=not session.compiled,
-    )  # fmt: skip
-    return health
+@contextmanager
+def _observed(session: Session, path: Path, news: list[str]) -> Iterator[None]:
+    """Count exponents, and compare each layer with its own past, if the run asks for that."""
+    run, given = session.config.run, (session.task.model, session.precision)
+    with ExitStack() as stack:
+        if run.watch and session.world.is_main:  # rank 0 counts its own numbers
+            watch, file = part("diagnostics.statistics.watch:watch"), path / NUMERICS
+            stack.enter_context(watch(*given, every=run.watch, to=file, start=session.step))
+        if run.health_every:  # all ranks take part
+            stack.enter_context(part("diagnostics.health:LayerHealth")(
+                *given, every=run.health_every, to=path / HEALTH, start=session.step,
+                tell=lambda text: news.append(f"layer health: {text}"),
+                outputs=not session.compiled,
+            ))  # fmt: skip
+        yield
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _record(
-    session: Session,
-    taken: _Taken,
-    evaluation: Evaluation | None,
-    lost: Sequence[GroupReport],
-    cause: Cause | None,
-) -> Record:
-    result, seconds, tokens = taken.result, taken.seconds, taken.tokens
-    return Record.of(
-        taken.step,
-        result,
-        val_loss=evaluation.loss if evaluation else None,
-        val_accuracy=evaluation.accuracy if evaluation else None,
-        val_macro_f1=evaluation.macro_f1 if evaluation else None,
-        val_measures=dict(evaluation.measures) or None if evaluation else None,
-        learning_rate=taken.learning_rate,
-        first_cause=cause.summary if cause else None,
-        lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
-        tokens=taken.tokens_total,
-        tokens_per_second=tokens / seconds,
-        compile_seconds=taken.compiling or None,
-        peak_memory_bytes=peak_memory_bytes(session.device),
-    )
 
 
 # SIGTERM and Ctrl-C are requests that the loop honours between two steps.

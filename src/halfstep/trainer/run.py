@@ -48,8 +48,8 @@ from halfstep.trainer.checkpoint import (
     set_aside,
 )
 from halfstep.trainer.config.config import (
-    config_to_table,
     config_to_toml,
+    dotted,
     load_config,
     read_table,
 )
@@ -300,8 +300,9 @@ def resumed(
         wanted = replace(wanted, precision=saved.precision)
     if wanted.run.compile == "auto":  # whose last bits may be others
         wanted = replace(wanted, run=replace(wanted.run, compile=saved.run.compile))
-    a, b = _flat(saved), _flat(wanted)
-    allowed = RESUMABLE | ({"precision"} if other_precision else set())
+    # RESUMABLE spells keys of the section run without it
+    a, b = ({k.removeprefix("run."): v for k, v in dotted(c).items()} for c in (saved, wanted))
+    allowed = RESUMABLE | {"name"} | ({"precision"} if other_precision else set())
     changed = [key for key in a if a[key] != b.get(key) and key not in allowed]
     if changed:
         listed = ", ".join(f"{key}={b.get(key)!r} (the run has {a[key]!r})" for key in changed)
@@ -312,17 +313,6 @@ def resumed(
 def with_run_folder(config: Config, path: Path) -> Config:
     """Return the configuration with ``run.output_dir`` set to its run folder."""
     return replace(config, run=replace(config.run, output_dir=str(path)))
-
-
-def _flat(config: BaseConfig) -> dict[str, object]:
-    """Flatten to key and value; keys of section ``run`` lose it, as ``RESUMABLE`` spells them."""
-    values: dict[str, object] = {}
-    for name, part in config_to_table(config).items():
-        if isinstance(part, dict):
-            values |= {key if name == "run" else f"{name}.{key}": v for key, v in part.items()}
-        elif name != "name":
-            values[name] = part
-    return values
 
 
 # A whole run.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy, choose_strategy
@@ -168,10 +167,18 @@ class Session:
         }
         if self.best is not None:
             state["best"] = dataclasses.asdict(self.best)
-        names = {parameter: name for name, parameter in self.precision.named_parameters().items()}
+        names: dict[Tensor, str] = {p: n for n, p in self.precision.named_parameters().items()}
         (used,) = self.precision.optimizers
+        optimizer: dict[str, Tensor] = {}
         with self.precision.masters.installed():
-            optimizer = optimizer_tensors(used, names)
+            for parameter, held in used.state.items():
+                # 8-bit moments are saved on the host as bf16, which holds their values exactly:
+                # their codes count from the largest number of blocks in a rank's memory, so that
+                # they mean nothing in another layout. Remainders are in the masters.
+                for key, value in as_values(held).items():
+                    if key != REMAINDER:
+                        tensor = value if key in held else value.cpu()
+                        optimizer[f"{names[parameter]}/{key}"] = tensor
         if self.ema is not None:
             state["ema_updates"] = self.ema.updates
             optimizer |= {f"{n}/{AVERAGE}": t for n, t in self.ema.averages.items()}
@@ -212,11 +219,21 @@ class Session:
                     f"{where}: made with another {name}, or it has changed since; resume with the "
                     "same files and the same options for them"
                 )
-        names = {parameter: name for name, parameter in self.precision.named_parameters().items()}
         moments, averages, buffers = by_kind(checkpoint.optimizer)
-        (used,) = self.precision.optimizers
+        parameters = self.precision.named_parameters()
+        saved: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for path, tensor in moments.items():
+            name, _, key = path.rpartition("/")
+            # a fused AdamW keeps its step counter beside the parameter, as it keeps the moments
+            saved.setdefault(parameters[name], {})[key] = tensor.to(parameters[name].device)
+        used: Any = self.precision.optimizers[0]
+        own = isinstance(used, OwnOptimizer)
         with self.precision.masters.installed():
-            states = convert_optimizer_tensors(used, names, moments)
+            # Optimizer.load_state_dict would cast all to the parameter's dtype, and lose bits
+            states = {
+                p: used.convert(p, held) if own else in_dtype(held, p.dtype)
+                for p, held in saved.items()
+            }
             used.state.clear()
             used.state.update(states)
         # after the moments: it puts the remainders of 16-bit weights beside them
@@ -228,48 +245,6 @@ class Session:
         self.step, self.tokens = state["step"], state["tokens"]
         if best := state.get("best"):
             self.best = Best(best["step"], best["score"], Evaluation(**best["evaluation"]))
-
-
-# A run's optimizer as the tensors of a checkpoint, and back in the formats of another policy.
-
-
-def optimizer_tensors(optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Tensor]:
-    """Return the optimizer's state as ``"NAME/KEY"`` to tensor, without the weights' remainders.
-
-    8-bit moments are on the host as bf16, which holds their values exactly: their codes count from
-    the largest number of blocks in a rank's memory, so that they mean nothing in another layout.
-    """
-    tensors = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in as_values(state).items():
-            if key != REMAINDER:
-                tensors[f"{names[parameter]}/{key}"] = value if key in state else value.cpu()
-    return tensors
-
-
-def convert_optimizer_tensors(
-    optimizer: Any, names: Mapping[nn.Parameter, str], tensors: dict[str, Tensor]
-) -> dict[Tensor, dict[str, Any]]:
-    """Convert the state that :func:`optimizer_tensors` saved to this optimizer's formats.
-
-    Each tensor moves to its parameter's device, and only moments in another format are converted;
-    ``Optimizer.load_state_dict`` would cast all of them to the parameter's dtype and lose bits.
-
-    Raises:
-        PrecisionError: If a moment is missing or of another shape.
-    """
-    parameters = {name: parameter for parameter, name in names.items()}
-    saved: dict[nn.Parameter, dict[str, Tensor]] = {}
-    for path, tensor in tensors.items():
-        name, _, key = path.rpartition("/")
-        parameter = parameters[name]
-        # A fused AdamW keeps its step counter beside the parameter, as it keeps the moments.
-        saved.setdefault(parameter, {})[key] = tensor.to(parameter.device)
-    own = isinstance(optimizer, OwnOptimizer)
-    return {
-        p: optimizer.convert(p, state) if own else in_dtype(state, p.dtype)
-        for p, state in saved.items()
-    }
 
 
 # Making a session.
@@ -295,7 +270,13 @@ def open_session(
     world.require_same(facts(config))
     strategy = choose_strategy(layout, policy, device)
     task = (opens or part(_TASKS[type(config)]))(config, world, layout)
-    _require_rows(task.smallest_batch, task.config, layout)
+    least = layout.batch_ranks * task.config.run.grad_accum
+    if task.smallest_batch < least:
+        raise ConfigError(
+            f"batches of {task.smallest_batch} rows are too small for {layout.batch_ranks} ranks "
+            f"with different data and run.grad_accum={task.config.run.grad_accum} micro-batches "
+            f"each; allowed: {least} or more"
+        )
     config = with_choice(task.config, policy, device, layout)
     task.notes += tune_(task.model, policy, device)
     model = task.model.to(device)
@@ -333,13 +314,3 @@ def _precision(
     )
     strategy.attach_(precision)
     return ema, precision
-
-
-def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
-    least = layout.batch_ranks * config.run.grad_accum
-    if rows < least:
-        raise ConfigError(
-            f"batches of {rows} rows are too small for {layout.batch_ranks} ranks with different "
-            f"data and run.grad_accum={config.run.grad_accum} micro-batches each; allowed: {least} "
-            "or more"
-        )

@@ -140,10 +140,3 @@ def test_text_is_cut_so_that_every_token_is_learned_once(lengths, max_length):
         read += ids[:-1]  # what stands before a learned token
     assert learned == [i for part in parts for i, counts in part if counts]
     assert read == [i for part in parts for i, _ in part[:-1]]
-
-
-def test_a_part_whose_only_learned_token_is_its_first_is_left_out():
-    part = [(0, False), (1, False), (2, True), (3, False), (4, False)]
-    found, notes = fit(documents([part]), 3, text=True)
-    assert pairs(found) == [part[:3]]
-    assert notes == ["1 documents of more than 3 tokens were cut into several"]

@@ -8,7 +8,6 @@ import pytest
 
 from halfstep.errors import DataError
 from halfstep.trainer.data import corpus
-from halfstep.trainer.data.batches import TokenFile
 from halfstep.trainer.data.config import DataConfig
 from halfstep.trainer.data.corpus import (
     ByteTokenizer,
@@ -220,19 +219,6 @@ def test_tokens_come_back_as_written_little_endian(tmp_path, vocab_size, kind):
     assert found.windows([0], 7)[0].tolist() == IDS.tolist()
     assert (found.count, found.text_bytes) == (7, 14)
     assert found.dtype == {"<u2": "uint16", "<u4": "uint32"}[kind]
-
-
-def test_a_window_past_the_end_is_filled_with_zeros(tmp_path):
-    (tmp_path / "a.bin").write_bytes(np.arange(4, 7, dtype="<u2").tobytes())
-    view = TokenFile(path=tmp_path / "a.bin", dtype="uint16", count=3, text_bytes=6, sha256="")
-    assert view.windows([0, 1], 4).tolist() == [[4, 5, 6, 0], [5, 6, 0, 0]]
-
-
-@pytest.mark.parametrize("content", [b"\0" * 8, b"\0" * 16, b""])
-def test_a_file_of_another_length_is_not_loaded(tmp_path, content):
-    found = make(tmp_path / "t", IDS)
-    found.path.write_bytes(content)
-    assert load_tokens(tmp_path / "t") is None
 
 
 def test_a_file_that_was_cut_while_it_is_in_use_gives_no_zeros(tmp_path):

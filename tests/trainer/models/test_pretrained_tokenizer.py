@@ -139,13 +139,6 @@ def test_a_folder_without_a_tokenizer(tmp_path):
         open_tokenizer(save_lm(tmp_path / "gpt2", "GPT2"), max_length=9)
 
 
-def test_an_older_folder_with_a_word_list(tmp_path):
-    folder = save_classifier(tmp_path / "m")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat"]
-    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
-    assert open_tokenizer(folder, max_length=9).encode_batch(["The cat"]) == [[2, 5, 6, 3]]
-
-
 @pytest.mark.parametrize("text", ["", "{", '{"model": 3}'])
 def test_a_damaged_tokenizer(folder, text):
     (folder / "tokenizer.json").write_text(text)

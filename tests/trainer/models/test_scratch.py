@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
+from halfstep.errors import ConfigError
 from halfstep.trainer.models.classifier import (
     SIZES,
     make_classifier,
+    scratch_size,
     train_tokenizer,
 )
 from halfstep.trainer.models.pretrained import open_tokenizer
@@ -110,3 +113,8 @@ def test_weights_follow_their_seed_and_no_other_and_options_reach_the_model():
     model = make(label_smoothing=0.1)
     assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
     assert (model.label_smoothing, model.max_length, model.training) == (0.1, 16, True)
+
+
+def test_an_unknown_size_is_refused():
+    with pytest.raises(ConfigError, match=r"'scratch:huge'\. Allowed: scratch:tiny"):
+        scratch_size("scratch:huge")

@@ -64,7 +64,7 @@ def _chunk(task: StepTask, plan: Plan, part: slice) -> None:
     gradient = task.flat_gradient[part].float() * plan.multiplier
     first, second = (held[0], held[-1]) if held else (gradient, gradient)
     value, *new = plan.algorithm.move(
-        master(weight, remainder, plan.update), gradient, first, second, plan.constants
+        master(weight, remainder), gradient, first, second, plan.constants
     )
 
     def bits(stream: int) -> Tensor:
@@ -109,4 +109,4 @@ def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None
     for task, value in zip(batch.tasks, values, strict=True):
         for part in parts_of(task.weight, _PART):
             held = None if task.remainder is None else task.remainder[part]
-            value[part].copy_(master(task.weight[part], held, update))
+            value[part].copy_(master(task.weight[part], held))

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -251,7 +251,7 @@ class Autocast(contextlib.ContextDecorator):
         with off, simulated, mode, on:
             yield
 
-    def _pins(self) -> Pins:
+    def _pins(self) -> _Context:
         """What holds the switches that contradict the policy."""
         wrong = tuple(
             switch
@@ -259,12 +259,14 @@ class Autocast(contextlib.ContextDecorator):
             # one that is held for somebody else is right only until he lets go of it
             if switch in held_switches or setting_of(*switch) not in MEANS[self._rounding]
         )
-        return Pins(wrong, self._rounding)
+        return pinned(wrong, self._rounding) if wrong else _NOTHING
 
     def _hold_switches(self) -> bool:
         """Hold the switches from now on, until :meth:`release` or the end of this object."""
         if self._held is None:
-            self._held = weakref.finalize(self, self._pins().__enter__().__exit__)
+            stack = contextlib.ExitStack()
+            stack.enter_context(self._pins())
+            self._held = weakref.finalize(self, stack.close)
             self._holds = True
         return True
 
@@ -296,7 +298,6 @@ def _show_losses() -> None:
 
 
 _NOTHING: _Context = contextlib.nullcontext()
-_TELLS_EXPORTS = torch.__version__ >= "2.13"  # for 2.11 each graph of torch.compile is exported
 _entered = threading.local()
 _traced: list[Autocast] = []  # of the graph that torch.compile traces, which it does one by one
 
@@ -351,21 +352,7 @@ class ForwardWatch:
         return [module.register_forward_hook(self) for module in watched.values()]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Check a forward that has just run.
-
-        It refuses a ``torch.autocast`` of another format inside the policy's context, and
-        ``torch.export`` inside that of a ``*-mixed`` policy: the exported program would keep some
-        of the casts, and fail when it runs.
-        """
-        exports = torch.compiler.is_exporting() and (
-            _TELLS_EXPORTS or not torch.compiler.is_dynamo_compiling()
-        )
-        if exports and active_autocast() and self._policy.casts_per_op:
-            raise PrecisionError(
-                f"torch.export records no autocast, which policy {self._policy} computes in. Call "
-                "torch.export.export(model, ...) outside of precision.autocast(): the program then "
-                "computes in fp32, and in 16 bits where it is called inside torch.autocast"
-            )
+        """Refuse a ``torch.autocast`` of another format inside the policy's context."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if is_running(self._device):  # activation checkpointing recomputes it inside a backward
@@ -404,69 +391,51 @@ class ForwardWatch:
 
 Switch = tuple[str, str]
 SWITCHES: dict[str, tuple[Switch, ...]] = {
-    "cpu": (("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
-    "cuda": (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
+    device: tuple((backend, what) for what in ("matmul", "conv", "rnn"))
+    for device, backend in (("cpu", "mkldnn"), ("cuda", "cuda"))
 }
 setting_of = torch._C._get_fp32_precision_getter
 _set = torch._C._set_fp32_precision_setter
 MEANS = {"ieee": ("ieee", "none"), "tf32": ("tf32",)}
 """The settings of a switch that mean this rounding of the operands of fp32 matmuls."""
-held_switches: dict[Switch, _Held] = {}
+_User = tuple[str, int]
+held_switches: dict[Switch, list[_User]] = {}
+"""Of each held switch its values and whose threads': first the user's, last the one in force."""
 
 
-class Pins:
-    """Holds switches at ``"ieee"`` or ``"tf32"``; each instance is entered once.
+@contextlib.contextmanager
+def pinned(switches: tuple[Switch, ...], value: str) -> Iterator[None]:
+    """The context that holds switches at ``"ieee"`` or ``"tf32"``.
 
     Raises:
         PrecisionError: At entry, where another thread holds a switch at another value.
     """
-
-    def __init__(self, switches: tuple[Switch, ...], value: str) -> None:
-        self.switches = switches
-        self.value = value
-        self._thread = 0
-
-    def __enter__(self) -> Self:
-        me = threading.get_ident()
+    mine = value, threading.get_ident()
+    with _lock:
+        for switch in switches:
+            for other, thread in held_switches.get(switch, [])[1:]:
+                if other != value and thread != mine[1]:
+                    raise PrecisionError(
+                        f"fp32 matmuls cannot round by {value} here: another thread runs a policy "
+                        f"that rounds them by {other}, and torch has one switch for all threads. "
+                        "Run the two policies one after the other."
+                    )
+        for switch in switches:
+            # set back to "none", which inherits, where it is as its parent
+            own, above = setting_of(*switch), setting_of(switch[0], "all")
+            users = held_switches.setdefault(switch, [("none" if own == above else own, 0)])
+            users.append(mine)
+            _set(*switch, value)
+    try:
+        yield
+    finally:
         with _lock:
-            for switch in self.switches:
-                for other in held_switches[switch].pins if switch in held_switches else ():
-                    if other.value != self.value and other._thread != me:
-                        raise PrecisionError(
-                            f"fp32 matmuls cannot round by {self.value} here: another thread runs "
-                            f"a policy that rounds them by {other.value}, and torch has one switch "
-                            "for all threads. Run the two policies one after the other."
-                        )
-            self._thread = me
-            for switch in self.switches:
-                if switch not in held_switches:
-                    held_switches[switch] = _Held(_own_setting(switch), [])
-                held_switches[switch].pins.append(self)
-                _set(*switch, self.value)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with _lock:
-            for switch in self.switches:
+            for switch in switches:
                 held = held_switches[switch]
-                held.pins.remove(self)  # not always the last: a generator may leave late
-                _set(*switch, held.pins[-1].value if held.pins else held.before)
-                if not held.pins:
+                held.remove(mine)  # not always the last: a generator may leave late
+                _set(*switch, held[-1][0])
+                if len(held) == 1:
                     del held_switches[switch]
-
-
-@dataclass
-class _Held:
-    """A switch that is held: what to restore, and by whom; the last one's value is in force."""
-
-    before: str
-    pins: list[Pins]
-
-
-def _own_setting(switch: Switch) -> str:
-    """What to set a switch back to: ``"none"``, which inherits, where it is as its parent."""
-    holds = setting_of(*switch)
-    return "none" if holds == setting_of(switch[0], "all") else holds
 
 
 _lock = threading.Lock()

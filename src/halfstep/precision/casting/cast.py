@@ -481,21 +481,17 @@ def _check_casts(policy: PrecisionPolicy, what: str, casts: Any) -> None:
     gathered = getattr(casts, "param_dtype", None) or policy.param_dtype
     summed = getattr(casts, "reduce_dtype", None) or policy.reduce_dtype
     given = getattr(casts, "output_dtype", None) or torch.float32
-    named = "bf16-module" if gathered == torch.bfloat16 else "bf16-mixed"
-    for key, has, wanted, use, other in (
-        ("param_dtype", gathered, (computes,), computes if by_module else None, f"policy {named}"),
-        (
-            "reduce_dtype",
-            summed,
-            (policy.reduce_dtype,),
-            policy.reduce_dtype,
-            f"reduce={dtype_name(summed)}",
-        ),
-        ("output_dtype", given, (torch.float32, computes), None, "another policy"),
+    reduces, field = policy.reduce_dtype, f"reduce={dtype_name(summed)}"
+    right = f"param_dtype={computes if by_module else None}, reduce_dtype={reduces}"
+    named = "bf16-module" + f",{field}" * (summed != torch.float32)
+    for key, has, wanted, other in (
+        ("param_dtype", gathered, (computes,), named if gathered == torch.bfloat16 else ""),
+        ("reduce_dtype", summed, (reduces,), field),
+        ("output_dtype", given, (torch.float32, computes), ""),
     ):
         if has not in wanted:
             raise PrecisionError(
                 f"{what} is sharded by fully_shard with MixedPrecisionPolicy({key}="
                 f"{dtype_name(has)}), and policy {policy} has {dtype_name(wanted[0])} there; use "
-                f"{key}={use}, or {other}"
+                f"MixedPrecisionPolicy({right})" + f", or policy {other}" * bool(other)
             )

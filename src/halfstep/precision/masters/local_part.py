@@ -103,10 +103,7 @@ def fsdp_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 def cast_(parameter: nn.Parameter, dtype: torch.dtype, sharded: Mapping[Tensor, Any]) -> None:
     """Cast a parameter in place, which stays the same object with the same attributes.
 
-    Args:
-        parameter: Any; of a DTensor this rank's part is cast.
-        dtype: A floating dtype.
-        sharded: From :func:`fsdp_parameters`. What FSDP2 keeps of it is brought up to date.
+    What FSDP2 keeps of it, in ``sharded`` of :func:`fsdp_parameters`, is brought up to date.
     """
     value: Any = parameter.detach().to(dtype)
     parameter.data = value

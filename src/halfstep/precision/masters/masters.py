@@ -45,7 +45,7 @@ from halfstep.precision.masters.local_part import (
     split_like,
     sum_in_,
 )
-from halfstep.precision.masters.rounding import REMAINDER, exact
+from halfstep.precision.masters.rounding import REMAINDER, master
 from halfstep.precision.masters.states import MASTER, Exchange
 from halfstep.precision.masters.stepping import (
     DeviceDecision,
@@ -101,12 +101,9 @@ class MasterWeights:
     """All trained parameters of a model, and the steps from their gradients to their weights."""
 
     def __init__(self, placed: PlacedModel, optimizers: Sequence[Optimizer]) -> None:
-        """Cast the model in place to the policy's weights, and keep what the cast loses.
+        """Cast the model's Parameter objects in place, and keep what the cast loses.
 
-        Args:
-            placed: The policy and the model, whose Parameter objects stay the same objects; only
-                their storage changes.
-            optimizers: halfstep's own among them are set to the policy's rounding mode and moments.
+        halfstep's own optimizers are set to the policy's rounding mode and moments.
         """
         policy, model = placed.policy, placed.model
         self._outer, self._optimizers = optimizers, with_inner(optimizers)
@@ -333,18 +330,14 @@ class MasterWeights:
         """
         spare = self.exchange.spare.pop(weight.parameter, {}) if value.dtype in LOW else {}
         if MASTER in spare:
-            self._set_(weight, spare[MASTER])
+            value = spare[MASTER]
         elif REMAINDER in spare and value.dtype is torch.bfloat16:
-            self._set_(weight, exact(value, spare[REMAINDER]))
+            value = master(value, spare[REMAINDER])
         elif value.dtype in LOW and value.dtype is weight.visible.dtype:
             weight.visible.copy_(value)
             if weight.copied:
                 _follow_(weight.target.detach(), weight.visible)
-        else:
-            self._set_(weight, value)
-
-    def _set_(self, weight: Weight, value: Tensor) -> None:
-        """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
+            return
         keeper = self._keeper(weight)
         if keeper is None:
             weight.target.copy_(value)
@@ -480,22 +473,10 @@ class MasterWeights:
         return value
 
     @torch.no_grad()
-    def load_(self, values: Mapping[str, Tensor], *, saved: bool = False) -> None:
-        """Set every weight to values from :meth:`items`, under this policy or another.
-
-        They may be ``saved`` as a model's weights, with the rest in its optimizer's state.
-        """
-        wrong = [
-            weight.name for weight in self._current()
-            if getattr(values.get(weight.name), "shape", None) != weight.target.shape
-        ]  # fmt: skip
-        if wrong:
-            raise PrecisionError(
-                f"no value of its shape is given for {wrong[0]}; allowed: fp32 tensors by the "
-                "names of Precision.named_parameters(), or this rank's parts of them"
-            )
+    def load_(self, values: Mapping[str, Tensor]) -> None:
+        """Set every weight to what a model's saved state has, under this policy or another."""
         for weight in self._current():
-            (self._set_saved_ if saved else self._set_)(weight, values[weight.name])
+            self._set_saved_(weight, values[weight.name])
         self.push_([weight.target for weight in self.weights.values()])
 
     def close(self) -> None:

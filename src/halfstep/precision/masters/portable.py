@@ -4,8 +4,7 @@ The same holds of a model whose steps are watched.
 
 * ``copy.deepcopy`` of the model or of a part of it gives fp32 weights with the exact trained
   values, and no hooks. So an average of weights, a target network or a momentum encoder made from
-  such a copy follows updates that 16 bits would lose; its ``lerp_`` takes 16-bit weights, too, and
-  so does torch's ``AveragedModel``. Its layers have no recipe.
+  such a copy follows updates that 16 bits would lose. Its layers have no recipe.
 * ``pickle`` and ``torch.save`` give the weights as they are stored, and no hooks.
 
 Python learns of this by attributes on each object, which :func:`make_plain_` removes.
@@ -13,15 +12,12 @@ Python learns of this by attributes on each object, which :func:`make_plain_` re
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 
 from halfstep.precision.casting.autocast import ForwardWatch
 from halfstep.precision.casting.cast import is_cast
@@ -67,7 +63,6 @@ def make_portable_(model: nn.Module, low: Iterable[nn.Parameter], exact: Exact) 
         held = weakref.ref(parameter)
         parameter.__dict__["__deepcopy__"] = partial(_exact_copy, held, exact)
         parameter.__dict__["__reduce_ex__"] = partial(_reduce_parameter, held)
-        parameter.__dict__["detach"] = partial(_detach, held)
 
 
 def make_modules_portable_(model: nn.Module) -> list[nn.Module]:
@@ -92,7 +87,7 @@ def make_plain_(model: nn.Module) -> None:
     """Remove from a model what :func:`make_portable_` added for copies and pickles."""
     make_modules_plain_(model.modules())
     for parameter in model.parameters():
-        for name in ("__deepcopy__", "__reduce_ex__", "detach"):
+        for name in ("__deepcopy__", "__reduce_ex__"):
             parameter.__dict__.pop(name, None)
 
 
@@ -113,14 +108,11 @@ def _without_ours(state: Mapping[str, Any]) -> dict[str, Any]:
     plain = {key: value for key, value in state.items() if key != "__reduce_ex__"}
     if _is_ours(plain.get("forward")):
         del plain["forward"]
-    dropped: set[int] = set()
-    for name in _HOOKS:
-        hooks = plain[name]
-        dropped |= {key for key, hook in hooks.items() if _is_ours(hook)}
-        plain[name] = type(hooks)((k, h) for k, h in hooks.items() if k not in dropped)
-    for name in _NUMBERED:
-        marks = plain[name]
-        plain[name] = type(marks)((k, v) for k, v in marks.items() if k not in dropped)
+    # one number is that of one hook in all of these
+    ours = {key for name in _HOOKS for key, hook in plain[name].items() if _is_ours(hook)}
+    for name in (*_HOOKS, *_NUMBERED):
+        held = plain[name]
+        plain[name] = type(held)((k, v) for k, v in held.items() if k not in ours)
     return plain
 
 
@@ -135,37 +127,4 @@ def _exact_copy(parameter: Callable[[], Any], exact: Exact, memo: Any) -> nn.Par
     """``__deepcopy__`` of a 16-bit parameter: a copy with its exact fp32 values."""
     held, read = parameter(), exact()
     values = held.detach().float() if read is None else read(held)
-    copied = nn.Parameter(values, held.requires_grad)
-    of = weakref.ref(copied)
-    copied.__dict__["lerp_"] = partial(_lerp_, of)
-    copied.__dict__["__reduce_ex__"] = partial(_reduce_parameter, of)
-    return copied
-
-
-def _lerp_(average: Callable[[], Any], end: Tensor, weight: float | Tensor) -> Tensor:
-    """``lerp_`` of an fp32 copy, to which torch's own lets no 16-bit weight come."""
-    held = average()
-    moved: Tensor = Tensor.lerp_(held, end.to(held.dtype), weight)
-    return moved
-
-
-def _detach(parameter: Callable[[], Any]) -> Tensor:
-    """``detach`` of a 16-bit parameter, which torch's ``AveragedModel`` calls before it averages.
-
-    Its average is fp32 and its fused kernels take one dtype: it is told to go tensor by tensor.
-    """
-    compiles = torch.compiler.is_compiling()
-    asks: Any = None if compiles else sys._getframe(1).f_locals.get("self")
-    if isinstance(asks, AveragedModel) and asks.avg_fn is None:
-        together: Any = asks.multi_avg_fn or get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
-        asks.avg_fn = partial(_averaged, together)
-        asks.multi_avg_fn = None
-    detached: Tensor = Tensor.detach(parameter())
-    return detached
-
-
-def _averaged(move: Callable[..., None], average: Tensor, end: Tensor, count: Any) -> Tensor:
-    moved = average.clone()
-    if moved.is_floating_point():
-        move([moved], [end.to(moved.dtype)], count)
-    return moved
+    return nn.Parameter(values, held.requires_grad)

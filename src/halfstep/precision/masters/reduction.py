@@ -257,11 +257,7 @@ def start_sum(
 ) -> Callable[[], None]:
     """Start to sum an fp32 tensor over ranks in place; the returned function completes it.
 
-    Args:
-        flat: (elements,), left alone until then.
-        group: The ranks that add.
-        dtype: On the wire.
-        scale: Multiplies what is sent: the loss scale for fp16, where small gradients underflow.
+    What is sent is multiplied by ``scale``: the loss scale for fp16, where small ones underflow.
     """
     if dist.get_world_size(group) == 1:  # one rank's are the sums, and are not rounded for sending
         return lambda: None

@@ -71,18 +71,10 @@ def random_bits(
     start: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """32 random bits per element, a pure function of seed, step, stream and element number.
+    """32 random bits per element, int32 of ``shape``; the same on every device.
 
-    Args:
-        seed: Any integer; only its low 32 bits are used.
-        step: The number of the optimizer step.
-        shape: The number of elements, or the shape.
-        stream: A number that differs between tensors of one step.
-        start: Index of the first element, so that a slice draws the same bits as in its tensor.
-        device: The device of the result; the bits are the same on every device.
-
-    Returns:
-        int32, of ``shape``.
+    Of ``seed`` the low 32 bits count, ``stream`` differs between tensors of one step, and ``start``
+    is the first element's index: so a slice draws the same bits as in its tensor.
     """
     size = torch.Size([shape] if isinstance(shape, int) else shape)
     numbers = torch.arange(start, start + size.numel(), device=device)
@@ -111,19 +103,7 @@ def _bf16_of(high: Tensor) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 into the nearest bf16 and the signed 16-bit remainder.
-
-    Args:
-        master: fp32, any shape, contiguous.
-
-    Returns:
-        bf16 and int16 of the same shape, from which :func:`join` gives back the exact bits.
-
-    Example:
-        >>> weight, remainder = split(torch.tensor([1.001]))
-        >>> weight.item(), join(weight, remainder).item() == torch.tensor(1.001).item()
-        (1.0, True)
-    """
+    """Split contiguous fp32 into the nearest bf16 and the int16 remainder, of the same shape."""
     bits = _canonical_bits(master)
     # int16 reads the lower half as signed; + 0x8000 rounds the upper half accordingly.
     return _bf16_of((bits + 0x8000).bitwise_right_shift_(16)), bits.to(torch.int16)
@@ -140,15 +120,9 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split24(master: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 into bf16 and an 8-bit remainder; the lowest byte is rounded stochastically.
+    """Split contiguous fp32 into bf16 and an int8 remainder, by the low 8 of int32 random bits.
 
-    Args:
-        master: fp32, any shape, contiguous.
-        bits: int32 random bits of the same shape; the low 8 are used.
-
-    Returns:
-        bf16 and int8. :func:`join24` gives a number with 15 stored mantissa bits whose expectation
-        over the random bits is the master.
+    :func:`join24` gives a number with 15 stored mantissa bits whose expectation is the master.
     """
     cut = _cut(master, bits, 0xFF) >> 8  # 24 bits with the sign
     low = cut << 24 >> 24
@@ -176,15 +150,10 @@ def _cut(values: Tensor, bits: Tensor, low: int) -> Tensor:
 
 
 def round_stochastic(values: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 to bf16, away from 0 with a probability equal to the fraction cut off.
+    """Round contiguous fp32 to bf16, away from 0 with a probability equal to the fraction cut off.
 
-    Args:
-        values: fp32, any shape, contiguous.
-        bits: int32 random bits of the same shape; the low 16 are used.
-
-    Returns:
-        bf16: values that bf16 holds stay; the expectation of others is exact, up to the largest
-        finite bf16, which finite values never exceed. Infinities stay; NaN stays NaN.
+    Of the int32 random bits the low 16 are used. Values that bf16 holds stay; the expectation of
+    others is exact, up to the largest finite bf16, which finite values never exceed.
     """
     return _bf16_of(_cut(values, bits, 0xFFFF) >> 16)
 
@@ -294,15 +263,9 @@ ROUNDING: dict[str, RoundingMode] = {mode.name: mode for mode in _MODES}
 """Every rounding mode by name. CONTRIBUTING.md says how to add one."""
 
 
-def exact(weight: Tensor, remainder: Tensor) -> Tensor:
+def master(weight: Tensor, remainder: Tensor | None) -> Tensor:
     """The fp32 values of weights and their remainders, whose dtype tells the rounding mode."""
+    if remainder is None:
+        return weight.float()
     joins = {mode.remainder_dtype: mode.join for mode in _MODES if mode.join is not None}
     return joins[remainder.dtype](weight, remainder)
-
-
-def master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
-    """The fp32 value of a weight of shape (n,) and its remainder, if it has one."""
-    mode = ROUNDING[update]
-    if remainder is None or mode.join is None:
-        return weight.float()
-    return mode.join(weight, remainder)

@@ -77,6 +77,7 @@ class Exchange:
         finally:
             self.install(before)
 
+    @torch.no_grad()
     def install(self, yes: bool) -> None:
         """Have the optimizers hold targets, or parameters."""
         if yes == self._installed:
@@ -105,7 +106,6 @@ class Exchange:
                 if form:  # optimizers begin where they find none
                     optimizer.state[other] = form
 
-    @torch.no_grad()
     def _form(
         self, own: Any, parameter: Tensor, target: Any, given: dict[str, Any], *, local: bool
     ) -> dict[str, Any]:

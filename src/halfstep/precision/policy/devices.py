@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +30,9 @@ class DeviceKind:
     reason: str  # why, as the rest of a sentence that begins with the device's name
     source: str
     since: tuple[int, int] = (0, 0)  # for CUDA, the first compute capability of the kind
-    # K N / (K + N), of K inputs and N outputs, from which a linear layer gains by 8 bits or less
+    # K N / (K + N), of K inputs and N outputs, from which a linear layer gains by 8 bits or less.
+    # Source: 6 bytes of each number at 3 TB/s beside the 1250 and 700 TFLOP/s that cuBLAS reaches
+    # on an H100, and launches (benchmarks/results/h100-2026-11-27)
     fp8_from: int = 0
     models: str = ""  # a regular expression that finds the names of such GPUs; "" finds every one
 
@@ -106,25 +108,19 @@ DEVICES: tuple[DeviceKind, ...] = (
 """Every kind of device, the most particular first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What ``auto`` takes on a device."""
-
-    policy: str
-    reason: str  # a sentence for the user
-    kind: DeviceKind | None = None
-
-
-def choose(device: torch.device) -> Choice:
-    """The policy that ``auto`` takes on a device; allocates nothing.
+def choose(device: torch.device) -> DeviceKind:
+    """The row of the table for a device, with a whole sentence as its reason; allocates nothing.
 
     A device that cannot be used at all gets fp32, which :func:`halfstep.support` then refuses with
-    the reason.
+    the reason, and has no source.
     """
     kind = kind_of(device)
     if kind is None:
-        return Choice("fp32", f"torch has no {device.type} device here")
-    return Choice(kind.policy, f"{name_of(device)} ({kind.family}) {kind.reason}", kind)
+        reason = f"torch has no {device.type} device here"
+        return DeviceKind(
+            family="none", type=device.type, native="", policy="fp32", reason=reason, source=""
+        )
+    return replace(kind, reason=f"{name_of(device)} ({kind.family}) {kind.reason}")
 
 
 def kind_of(device: torch.device) -> DeviceKind | None:
@@ -140,23 +136,6 @@ def kind_of(device: torch.device) -> DeviceKind | None:
     if of == "cpu" and not cpu_has_bf16():
         return rows[-1]
     return next((kind for kind in rows if re.search(kind.models, name)), None)
-
-
-def fp8_gain(inputs: int, outputs: int, least: int) -> float:
-    """Predict how many times faster than bf16 a linear layer is in fp8, forward and backward.
-
-    Its matmuls take a time in proportion to K N for a token, and rounding one to K + N::
-
-        gain = s / (1 + (s - 1) least (K + N) / (K N))    s = 1.8: the matmuls alone
-
-    so that the gain is 1 at ``least``, a device's ``fp8_from``.
-
-    **Source:** s: 1250 and 700 TFLOP/s, which cuBLAS reaches on an H100; 700 for ``least``: 6 bytes
-    of each number at 3 TB/s beside these, and launches; torchao's layers, in which more bytes move,
-    gained 1.44 at 4096 x 4096 and 1.15 at 2048 x 5632 (benchmarks/results/h100-2026-11-27).
-    """
-    ratio = inputs * outputs / (inputs + outputs)
-    return 1.8 / (1 + 0.8 * least / ratio)
 
 
 def first_capability(form: str) -> tuple[int, int]:
@@ -181,17 +160,21 @@ def default_device(index: int = 0) -> torch.device:
 
 
 @cache
-def cpu_instructions() -> frozenset[str]:
-    """The instruction sets of this CPU, as Linux names them; none on other systems."""
+def _cpuinfo() -> list[tuple[str, str]]:
+    """What Linux says of this CPU, as keys and values; nothing on other systems."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return frozenset()
-    lines = [line.partition(":") for line in text.splitlines()]
-    return frozenset(
-        word for key, _, words in lines if key.strip() in ("flags", "Features")
-        for word in words.split()
-    )  # fmt: skip
+        return []
+    lines = (line.partition(":") for line in text.splitlines())
+    return [(key.strip(), value.strip()) for key, _, value in lines]
+
+
+@cache
+def cpu_instructions() -> frozenset[str]:
+    """The instruction sets of this CPU, as Linux names them; none on other systems."""
+    flags = {words for key, words in _cpuinfo() if key in ("flags", "Features")}
+    return frozenset(word for words in flags for word in words.split())
 
 
 def cpu_has_bf16() -> bool:
@@ -201,9 +184,5 @@ def cpu_has_bf16() -> bool:
 
 def cpu_name() -> str:
     """The processor's name, as ``AMD EPYC 9654``."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    names = (value for key, value in _cpuinfo() if key == "model name")
+    return next(names, platform.processor() or platform.machine())

@@ -175,12 +175,7 @@ class PrecisionPolicy:
         named = {n: p for n, p in RECIPES.items() if p.recipe == self.recipe} | POLICIES
         for name, preset in named.items():
             if all(getattr(self, f) == getattr(preset, f) for f in _FIXED):
-                wire = self.reduce_dtype != preset.reduce_dtype
-                reduce = [f"reduce={dtype_name(self.reduce_dtype)}"] if wire else []
-                moments = [] if self.moments == "master" else [f"moments={self.moments}"]
-                scale = _spell_scale(self.loss_scale, preset.loss_scale.kind)
-                low = _spell_low(self, preset.recipe)
-                return ",".join([name, *reduce, *moments, *scale, *low, *_spell_rules(self.rules)])
+                return ",".join([name, *_changed(self, preset)])
         return _spell(self)
 
     @property
@@ -280,39 +275,32 @@ ALIASES = {
 
 def _spell(policy: PrecisionPolicy) -> str:
     """A policy as a field string, with every dtype, and other fields if they are not default."""
+    return ",".join(_changed(policy, PrecisionPolicy(), (*POLICY_FIELDS, "scale")))
+
+
+def _changed(
+    policy: PrecisionPolicy, preset: PrecisionPolicy, always: tuple[str, ...] = ()
+) -> list[str]:
+    """The fields in which a policy differs from another one, as a field string has them."""
+    own, known = _texts(policy), _texts(preset)
+    return [f"{key}={own[key]}" for key in own if key in always or own[key] != known.get(key)]
+
+
+def _texts(policy: PrecisionPolicy) -> dict[str, str]:
+    """Every field of a policy, by its key in a field string."""
     dtypes = {key: dtype_name(getattr(policy, name)) for key, name in POLICY_FIELDS.items()}
-    if policy.tf32:
-        dtypes["compute"] = "tf32"
-    default = PrecisionPolicy()
-    chosen = {key: getattr(policy, key) for key in CHOICES}
-    chosen = {key: value for key, value in chosen.items() if value != getattr(default, key)}
-    parts = [f"{key}={value}" for key, value in (dtypes | chosen).items()]
-    parts += [*_spell_scale(policy.loss_scale), *_spell_rules(policy.rules)]
-    return ",".join([*parts, *_spell_low(policy, Recipe())])
-
-
-def _spell_scale(scale: LossScaleConfig, kind: str = "") -> list[str]:
-    """The fields that are not their defaults, and the kind of scale unless it is this one."""
-    default = LossScaleConfig(kind=scale.kind)
-    changed = {
-        key: repr(getattr(scale, key)).removesuffix(".0")
-        for key in LOSS_SCALE_FIELDS
-        if getattr(scale, key) != getattr(default, key)
+    dtypes |= {"compute": "tf32"} if policy.tf32 else {}
+    scale = {key: getattr(policy.loss_scale, key) for key in LOSS_SCALE_FIELDS}
+    keys, globs = {form for _, form in policy.rules}, [glob for glob, _ in policy.rules]
+    rules = {"rules": "|".join(":".join(rule) for rule in policy.rules)} if keys else {}
+    if keys in ({"fp32"}, {"bf16"}):
+        rules = {f"keep_{keys.pop()}": "|".join(globs)}
+    return {
+        **dtypes,
+        **{key: getattr(policy, key) for key in CHOICES},
+        "scale": policy.loss_scale.kind,
+        **{key: repr(value).removesuffix(".0") for key, value in scale.items()},
+        "recipe": str(policy.recipe),
+        "simulate": "yes" if policy.simulate else "no",
+        **rules,
     }
-    named = {} if scale.kind == kind else {"scale": scale.kind}
-    return [f"{key}={value}" for key, value in (named | changed).items()]
-
-
-def _spell_low(policy: PrecisionPolicy, preset: Recipe) -> list[str]:
-    """The fields about formats below 16 bits, where they are not the preset's."""
-    found = [] if policy.recipe == preset else [f"recipe={policy.recipe}"]
-    return found + (["simulate=yes"] if policy.simulate else [])
-
-
-def _spell_rules(rules: tuple[tuple[str, str], ...]) -> list[str]:
-    for form in ("fp32", "bf16"):
-        if rules and all(named == form for _, named in rules):
-            return [f"keep_{form}=" + "|".join(pattern for pattern, _ in rules)]
-    if not rules:
-        return []
-    return ["rules=" + "|".join(f"{pattern}:{form}" for pattern, form in rules)]

@@ -1,7 +1,6 @@
 """Checks a step's finished gradients: their norm, whether they are finite, and whether to step.
 
-:class:`Examiner` examines them once per step, over all ranks. In a run of one process,
-:class:`OneRank` takes the place of the ranks, and this file alone decides; several ranks agree in
+In a run of one process, :class:`OneRank` takes the place of the ranks; several ranks agree in
 ``agreement.py``. :class:`Progress` counts what was decided, and adapts the loss scale to it.
 """
 
@@ -14,15 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.masters.local_part import flattened, runs
-from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.masters.stepping import Decision
 from halfstep.precision.result import Reason, StepResult
 from halfstep.precision.scaling.loss_scale import LossScale, LossScaleConfig
-from halfstep.precision.scaling.spikes import Spike, SpikeDetector
+from halfstep.precision.scaling.spikes import Spike
 
 
 class Share(NamedTuple):
@@ -191,13 +188,9 @@ class Ranks:
     def worst_(self, marks: Tensor) -> None:
         """Like :meth:`worst`, but in place and without waiting for the device."""
 
-    def parts_of(self, parameter: Tensor) -> int:
-        """How many ranks hold different parts of a parameter; 1 if each holds the whole."""
-        return 1
-
     def share_of(self, parameter: Tensor) -> Share:
-        """Which of them this rank holds."""
-        return Share(self.parts_of(parameter))
+        """Which of how many parts of a parameter this rank holds."""
+        return Share()
 
     def of_loss(self, loss: Tensor) -> str:
         """Say whose loss is not finite; "" if everybody's is. All ranks call it."""
@@ -210,11 +203,6 @@ class Ranks:
 
 class OneRank(Ranks):
     """A run of one process, or of processes that each train a model of their own."""
-
-
-# Below this norm, squares of fp32 gradients may underflow (the smallest fp32 number is 2^-149).
-_SQUARES_FIT = 1e-15
-_STRANGER = "a tensor that is not the model's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,72 +228,7 @@ class Judged:
         return "nonfinite_loss" if self.found is None else self.found.reason
 
 
-class Examiner:
-    """Measures a step's gradients, names those that are not finite, and may look for spikes."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        masters: MasterWeights,
-        ranks: Ranks,
-        spikes: SpikeDetector | None = None,
-    ) -> None:
-        self._model = model
-        self._masters = masters
-        self._ranks = ranks
-        self._spikes = spikes
-
-    def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
-        """Judge this rank's loss, and the gradient of each target; the host waits once.
-
-        A finite step is tested for a spike, too. All ranks find the same: loss, norm and window are
-        bit-equal on all of them.
-        """
-        by_share: dict[Share, list[Tensor]] = {}
-        if isinstance(self._ranks, OneRank):
-            by_share[Share()] = [*gradients.values()]
-        else:
-            for target, gradient in gradients.items():
-                share = self._ranks.share_of(self._masters.parameter_of(target))
-                by_share.setdefault(share, []).append(gradient)
-        value, norm = self._ranks.measure(loss, by_share, self._norm)
-        if not math.isfinite(value):
-            return Judged(value, norm, None, whose=self._ranks.of_loss(loss))
-        found = NonFinite((), ())
-        if not math.isfinite(norm):
-            named = zip(self.names(gradients), gradients.values(), strict=True)
-            every = [*self._masters.named_parameters(), _STRANGER]
-            found = self._ranks.union(find_nonfinite(named), every)
-        if found.names:
-            return Judged(value, norm, found)
-        if not _SQUARES_FIT < norm < math.inf:
-            _, norm = self._ranks.measure(loss, by_share, exact_global_norm)
-        spike = None if self._spikes is None else self._spikes.test(value, norm)
-        return Judged(value, norm, found, spike)
-
-    def judged(self, decision: Decision) -> Judged:
-        """The verdict that the device has given."""
-        if not math.isfinite(decision.loss):
-            return Judged(decision.loss, decision.norm, None)
-        broken = decision.nonfinite
-        named = [*zip(self.names(broken), broken.values(), strict=True)] if broken else []
-        nan = tuple(name for name, is_nan in named if is_nan)
-        inf = tuple(name for name, is_nan in named if not is_nan)
-        return Judged(decision.loss, decision.norm, NonFinite(nan, inf))
-
-    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The global norm, by an optimizer's kernel if there is one and gradients are dense."""
-        own = self._masters.own_optimizers
-        if not own or any([gradient.is_sparse for gradient in gradients]):
-            return global_norm(gradients)
-        total: Tensor = own[0].norm(gradients)
-        return total
-
-    def names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """The model's names of these targets."""
-        named = [*self._model.named_parameters(), *self._masters.named_parameters().items()]
-        names = {parameter: name for name, parameter in named}
-        return tuple(names.get(p, _STRANGER) for p in parameters)
+_COUNTS = "applied_total", "skipped_total", "skipped_in_a_row"
 
 
 class Progress:
@@ -314,9 +237,7 @@ class Progress:
     def __init__(self, config: LossScaleConfig) -> None:
         self.loss_scale = LossScale(config)
         self.scaled = config.kind != "none"
-        self.applied_total = 0
-        self.skipped_total = 0
-        self.skipped_in_a_row = 0
+        self.applied_total = self.skipped_total = self.skipped_in_a_row = 0
         self.calibrating = config.kind == "dynamic"
         """Whether a dynamic scale searches for its level still, as no step has been applied."""
         self.losses: deque[tuple[int, float]] = deque(maxlen=500)
@@ -363,14 +284,8 @@ class Progress:
         names = () if judged.found is None else judged.found.names
         if names:
             self.loss_scale.update(found_nonfinite=True)
-        return self._result(
-            judged,
-            scale,
-            self.calibrating,
-            applied=False,
-            reason=judged.reason,
-            nonfinite_parameters=names,
-        )
+        outcome = {"applied": False, "reason": judged.reason, "nonfinite_parameters": names}
+        return self._result(judged, scale, self.calibrating, **outcome)
 
     def _result(
         self, judged: Judged, scale: float, calibrating: bool, **outcome: Any
@@ -388,12 +303,8 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """The counts, and the loss scale's own state."""
-        return {
-            "loss_scale": self.loss_scale.state_dict(),
-            "applied_total": self.applied_total,
-            "skipped_total": self.skipped_total,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {"loss_scale": self.loss_scale.state_dict(), **counts}
 
     def load(self, state: Mapping[str, Any], *, other_policy: bool) -> None:
         """Go on from :meth:`state`; another policy's loss scale is left out if it does not fit."""
@@ -404,8 +315,7 @@ class Progress:
             if not other_policy:
                 raise
             accepted = False
-        self.applied_total = state["applied_total"]
-        self.skipped_total = state["skipped_total"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        for name in _COUNTS:
+            setattr(self, name, state[name])
         if accepted and self.applied_total:
             self.calibrating = False

@@ -15,29 +15,30 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.agreement import ManyRanks
 from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks, Share
 
 
-class Stages(Ranks):
+class Stages(ManyRanks):
     """Agreement among pipeline stages, each of which holds other parameters of the model.
 
     The ranks that share a stage agree first, then the stages add up: the loss is the last stage's,
     the norm that of all gradients, and all stages step or none does.
     """
 
-    def __init__(self, group: Any, *, copies: Ranks | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | DeviceMesh, *, copies: Ranks | None = None
+    ) -> None:
         """Join the stages.
 
         Args:
             group: A process group, or a mesh of one axis, of ranks with one stage each.
             copies: The ranks that have the same stage as this one; None: it is alone.
         """
-        self._group = group.get_group() if hasattr(group, "get_group") else group
-        self.members = dist.get_process_group_ranks(self._group)
-        on_host = "gloo" in dist.get_backend(self._group)
-        self._device = "cpu" if on_host else torch.accelerator.current_accelerator()
+        super().__init__(group=group, loss_share=1)
         self._copies: Ranks = OneRank() if copies is None else copies
 
     def bound(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Self:
@@ -48,70 +49,43 @@ class Stages(Ranks):
 
     def at(self, step: int, applied: int, scale: float) -> None:
         """Where this rank is: steps begun and applied, and its loss scale."""
+        super().at(step, applied, scale)
         self._copies.at(step, applied, scale)
 
-    def _summed(self, *mine: float) -> list[float]:
-        sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        dist.all_reduce(sums, group=self._group)
-        return [*map(float, sums)]
-
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
-        """The last stage's loss and the norm over all stages; bit-equal on every rank.
-
-        Raises:
-            PrecisionError: If another stage cannot step, or none has computed a loss.
-        """
+        """The last stage's loss and the norm over all stages; bit-equal on every rank."""
         try:
             value, length = self._copies.measure(loss, gradients, norm)
         except BaseException:
-            self._summed(0, 0, 1)
+            super().cannot()
             raise
-        value, squares, unable = self._summed(value, length * length, 0)
-        if unable:
-            raise PrecisionError(
-                f"{unable:g} pipeline stages could not take this step, so none does; the error "
-                "that was raised there says why"
-            )
+        of_stage, stage = torch.tensor([value, length], dtype=torch.float64), Share(self._size)
+        value, length = super().measure(of_stage[0], {stage: [of_stage[1]]}, lambda some: some[0])
         if value == 0 and math.copysign(1, value) < 0:  # NO_LOSS on every stage
             raise PrecisionError(
                 "no stage computed a scaled loss: make the schedule with loss_fn=loss(loss_fn), "
                 "where `with precision.scheduled(n) as loss`"
             )
-        return value, math.sqrt(squares)
+        return value, length
 
     def cannot(self) -> None:
         """Join the stages' :meth:`measure` as one that cannot step."""
         self._copies.cannot()
-        self._summed(0, 0, 1)
+        super().cannot()
 
     def leave_out(self) -> None:
         """Leave a step out, which all stages do or none."""
         self._copies.leave_out()
-        if self._summed(0, 0, 1)[2] < len(self.members):
-            raise PrecisionError("another pipeline stage takes a step that this one leaves out")
-
-    def agree(self) -> None:
-        """Raise if ranks that hold copies of this stage's weights do not hold the same."""
-        self._copies.agree()
+        super().leave_out()
 
     def worst_(self, marks: Tensor) -> None:
         """The element-wise maximum over all stages and their copies, in place."""
         self._copies.worst_(marks)
-        moved = marks.to(self._device)
-        dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=self._group)
-        marks.copy_(moved)
-
-    def parts_of(self, parameter: Tensor) -> int:
-        """How many ranks of this stage hold different parts of a parameter."""
-        return self._copies.parts_of(parameter)
+        super().worst_(marks)
 
     def share_of(self, parameter: Tensor) -> Share:
-        """Which of them this rank holds."""
+        """Which part of a parameter this rank of a stage holds."""
         return self._copies.share_of(parameter)
-
-    def of_loss(self, loss: Tensor) -> str:
-        """Say whose loss is not finite, where one is known not to be."""
-        return self._copies.of_loss(loss) or "the last stage's loss is not finite"
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
         """This stage's findings, and whether other stages have some."""

@@ -130,6 +130,15 @@ def config_to_table(config: BaseConfig) -> dict[str, Any]:
     return table
 
 
+def dotted(config: BaseConfig) -> dict[str, Any]:
+    """Return the configuration's plain values by dotted key, such as ``run.max_steps``."""
+    return {
+        f"{name}.{key}".rstrip("."): value
+        for name, part in config_to_table(config).items()
+        for key, value in (part.items() if isinstance(part, dict) else [("", part)])
+    }
+
+
 def _absolute(name: Any) -> Any:
     if not isinstance(name, str):
         return tuple(map(_absolute, name))

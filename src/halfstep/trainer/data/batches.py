@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -308,3 +308,19 @@ def evaluation_shares(
     chosen = [batches[number * len(batches) // count] for number in range(count)]
     for mine in range(rank, math.ceil(count / ranks) * ranks, ranks):
         yield (chosen[mine], True) if mine < count else (chosen[0][:1], False)
+
+
+def dealt(
+    shares: Iterable[tuple[Indices, bool]],
+    make: Callable[[Indices], tuple[Tensor, ...]],
+    place: int,
+) -> Iterator[tuple[Tensor, ...]]:
+    """Makes the batches of :func:`evaluation_shares`; one that does not count has no target.
+
+    Targets, or labels, are at that place in a batch.
+    """
+    for numbers, counts in shares:
+        batch = [*make(numbers)]
+        if not counts:
+            batch[place] = torch.full_like(batch[place], IGNORE_INDEX)
+        yield tuple(batch)

@@ -49,14 +49,3 @@ class GPTConfig:
                 f"model.n_embd must be divisible by model.n_head, got {self.n_embd} and "
                 f"{self.n_head}"
             )
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, computed without building them; no token table at vocab_size 0.
-
-        With width C: the tables of tokens and positions, the last norm's 2 C, and in each block
-        12 C^2 + 13 C: attention's 4 C^2 + 4 C, the MLP's 8 C^2 + 5 C and two norms' 4 C.
-        """
-        width = self.n_embd
-        block = 12 * width * width + 13 * width
-        return (self.vocab_size + self.block_size + 2) * width + self.n_layer * block

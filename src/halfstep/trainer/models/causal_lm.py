@@ -202,30 +202,25 @@ def add_lora(
     ``targets`` are last parts of the names of layers; ``("all-linear",)`` means all but the head,
     () the default of ``peft`` for the architecture. The caller's generators are not touched.
     """
-    settings = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout}
+    peft = import_module("peft")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=r, lora_alpha=alpha, lora_dropout=dropout,
+        target_modules=ALL_LINEAR if ALL_LINEAR in targets else list(targets) or None,
+    )  # fmt: skip
     try:
-        with torch.random.fork_rng(devices=[]):
+        with quiet(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return LoraLM(lm, _adapted(lm.core, targets, settings))
+            adapted = peft.get_peft_model(lm.core, config)
+        names = adapted.base_model.targeted_module_names
+        for target in set(targets) - {ALL_LINEAR}:  # peft is content if one of several is there
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                raise ValueError(f"no layer has the target {target!r}")
     except ValueError as error:  # or peft has no default for the architecture
         raise ConfigError(
             f"LoRA cannot be put there: {first_line(error).rstrip('.')}; name other layers by "
             "--lora-targets"
         ) from error
-
-
-def _adapted(model: Any, targets: Sequence[str], settings: Mapping[str, Any]) -> Any:
-    """Put adapters into a model; raise ValueError where a target names no layer."""
-    peft = import_module("peft")
-    modules = ALL_LINEAR if ALL_LINEAR in targets else list(targets) or None
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=modules, **settings)
-    with quiet():
-        adapted = peft.get_peft_model(model, config)
-    names = adapted.base_model.targeted_module_names
-    for target in set(targets) - {ALL_LINEAR}:  # peft is content if one of several is there
-        if not any(f".{name}".endswith(f".{target}") for name in names):
-            raise ValueError(f"no layer has the target {target!r}")
-    return adapted
+    return LoraLM(lm, adapted)
 
 
 def open_adapted_lm(folder: Path) -> LoraLM:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from halfstep.trainer.data.batches import (
     Examples,
     Indices,
     LabelledTexts,
+    dealt,
     encode_examples,
     evaluation_batches,
     evaluation_shares,
@@ -43,7 +45,7 @@ from halfstep.trainer.models.classifier import (
 from halfstep.trainer.models.pretrained import PretrainedTokenizer, open_tokenizer
 from halfstep.trainer.step import Batch, Evaluation, Judge, to_device
 from halfstep.trainer.tasks.epochs import FinetuneTask, model_folder
-from halfstep.trainer.tasks.task import Measured, Trained
+from halfstep.trainer.tasks.task import Trained
 
 _BATCHES_AT_ONCE = 32  # texts of this many batches are sorted by length together, to save padding
 
@@ -123,7 +125,7 @@ class ClassifyTask(FinetuneTask):
     def evaluate(self, judge: Judge) -> Evaluation:
         """Measure loss (unsmoothed) and confusion on every validation example once."""
         shares = self.shares(self._dev.lengths, judge)
-        batches = example_batches(self._dev, self.tokenizer.pad_id, shares)
+        batches = dealt(shares, partial(_rows, self._dev, pad_id=self.tokenizer.pad_id), 2)
         return classifier_scores(self.model, batches, self.labels, judge, self.config.run.best_by)
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
@@ -189,12 +191,12 @@ class TrainedClassifier(Trained):
         """Return (text, label, probability) for each text, in order."""
         return self.open(use).classify(texts, use.batch_size)
 
-    def evaluate(self, use: Evaluating) -> Measured:
-        """Report the scores on the run's validation texts, or on ``--data``."""
+    def evaluate(self, use: Evaluating) -> tuple[str, dict[str, Any]]:
+        """Report the scores on the run's validation texts, or on ``--data``, as text and values."""
         self.open(use)
         examples = encode_examples(self.tokenizer.encode_batch, self._texts(use))
         shares = evaluation_shares(examples.lengths, use.batch_size, use.max_batches)
-        batches = example_batches(examples, self.tokenizer.pad_id, shares)
+        batches = dealt(shares, partial(_rows, examples, pad_id=self.tokenizer.pad_id), 2)
         judge = Judge(self.model.loss_sum, self.around, self.device)
         found = classifier_scores(self.model, batches, self.labels, judge)
         self._require_finite(math.isfinite(found.loss))
@@ -202,7 +204,7 @@ class TrainedClassifier(Trained):
         values = {"loss": found.loss, "examples": found.targets, "precision": str(self.policy)}
         values |= report_values(found.confusion, self.labels)
         head = f"loss {found.loss:.4f}, macro F1 {found.macro_f1:.4f} in {self.policy}\n"
-        return Measured(head + report_table(values), values)
+        return head + report_table(values), values
 
     def _texts(self, use: Evaluating) -> LabelledTexts:
         """Read ``--data`` or the run's validation texts, numbered by the model's labels."""
@@ -238,15 +240,6 @@ class TrainedClassifier(Trained):
 def _rows(examples: Examples, numbers: Indices, pad_id: int) -> ClassifierBatch:
     labels_B = torch.from_numpy(examples.labels[numbers])
     return (*padded(examples.ids, examples.starts, numbers, pad_id), labels_B)
-
-
-def example_batches(
-    examples: Examples, pad_id: int, shares: Iterable[tuple[Indices, bool]]
-) -> Iterator[Batch]:
-    """Yield a rank's batches, as :func:`evaluation_shares` deals them."""
-    for numbers, counts in shares:
-        ids_BT, mask_BT, labels_B = _rows(examples, numbers, pad_id)
-        yield ids_BT, mask_BT, labels_B if counts else torch.full_like(labels_B, IGNORE_INDEX)
 
 
 @torch.no_grad()

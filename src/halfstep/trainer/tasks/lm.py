@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,14 +18,12 @@ from halfstep.precision.casting.cast import add_regions_
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.trainer.config.tasks import Evaluating, Generating, LMConfig
-from halfstep.trainer.data.batches import Indices, evaluation_shares
+from halfstep.trainer.data.batches import dealt, evaluation_shares
 from halfstep.trainer.data.instructions import (
-    Rows,
     lm_batch,
     prompt_ids,
     read_instructions,
 )
-from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.models.causal_lm import (
     PretrainedLM,
     add_lora,
@@ -35,7 +34,7 @@ from halfstep.trainer.models.causal_lm import (
 from halfstep.trainer.models.pretrained import PretrainedTokenizer, open_tokenizer
 from halfstep.trainer.step import Batch, Evaluation, Judge, mean_loss, perplexity
 from halfstep.trainer.tasks.epochs import FinetuneTask, frozen_fingerprint, model_folder
-from halfstep.trainer.tasks.task import Measured, Trained
+from halfstep.trainer.tasks.task import Trained
 
 PROMPT_FILE = "prompt.json"
 """File of a run folder with the prompt template and a hash of the base that adapters belong to."""
@@ -105,7 +104,8 @@ class LMTask(FinetuneTask):
     def evaluate(self, judge: Judge) -> Evaluation:
         """Measure loss and perplexity on every validation row once."""
         rows = self.data.dev_rows
-        batches = validation_rows(rows, self.tokenizer.pad_id, self.shares(rows.lengths, judge))
+        make = partial(lm_batch, rows, pad_id=self.tokenizer.pad_id)
+        batches = dealt(self.shares(rows.lengths, judge), make, 1)
         return measured_loss(batches, judge, str(self.config.precision))
 
     def save(self, folder: Path) -> None:
@@ -117,19 +117,6 @@ class LMTask(FinetuneTask):
             "base_model": self.identity["base model"],
         }
         (folder / PROMPT_FILE).write_text(json.dumps(about, indent=1), encoding="utf-8")
-
-
-def validation_rows(
-    rows: Rows, pad_id: int, shares: Iterable[tuple[Indices, bool]]
-) -> Iterator[Batch]:
-    """Yield a rank's batches, as :func:`evaluation_shares` deals them."""
-    for numbers, counts in shares:
-        ids_BT, targets_BT, positions_BT = lm_batch(rows, numbers, pad_id)
-        yield (
-            ids_BT,
-            targets_BT if counts else torch.full_like(targets_BT, IGNORE_INDEX),
-            positions_BT,
-        )
 
 
 def measured_loss(batches: Iterator[Batch], judge: Judge, precision: str) -> Evaluation:
@@ -240,7 +227,7 @@ class TrainedLM(Trained):
         self.open(use)
         return self.answer(use.prompt, **use.drawing)
 
-    def evaluate(self, use: Evaluating) -> Measured:
+    def evaluate(self, use: Evaluating) -> tuple[str, dict[str, Any]]:
         """Measure loss and perplexity on the run's validation records, or on ``--data``."""
         self.open(use)
         data = self.config.data
@@ -249,7 +236,7 @@ class TrainedLM(Trained):
         seed = self.config.run.seed
         rows = read_instructions(data, self.tokenizer, seed, packing=self.packing).dev_rows
         shares = evaluation_shares(rows.lengths, use.batch_size, use.max_batches)
-        batches = validation_rows(rows, self.tokenizer.pad_id, shares)
+        batches = dealt(shares, partial(lm_batch, rows, pad_id=self.tokenizer.pad_id), 1)
         judge = Judge(self.model.loss_sum, self.around, self.device)
         found = measured_loss(batches, judge, str(self.policy))
         values = {
@@ -258,4 +245,4 @@ class TrainedLM(Trained):
             "tokens": found.targets,
             "precision": str(self.policy),
         }
-        return Measured(found.text.removeprefix("validation "), values)
+        return found.text.removeprefix("validation "), values

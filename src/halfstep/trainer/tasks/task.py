@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -16,15 +15,14 @@ from torch.optim import Optimizer
 
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import ParallelPlan, plan_of
-from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import Autocast, require_support
 from halfstep.precision.casting.cast import cast_to_policy_
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.checkpoint import Exported
-from halfstep.trainer.config.config import config_to_table
+from halfstep.trainer.config.config import dotted
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, Predicting, Use
+from halfstep.trainer.config.tasks import Use
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.step import (
@@ -124,19 +122,11 @@ class Task(Protocol):
         return
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The evaluation of a trained model, as text and as plain values."""
-
-    text: str
-    values: dict[str, Any]
-
-
 class Trained:
-    """The trained model of a run; each task overrides the verbs that it supports.
+    """The trained model of a run; each task adds the verbs that it supports.
 
-    Every verb raises a HalfstepError for an unfinished run, damaged files, or a policy that is not
-    supported.
+    These are ``predict``, ``generate``, ``evaluate`` and ``export``. Every verb raises a
+    HalfstepError for an unfinished run, damaged files, or a policy that is not supported.
     """
 
     model: Any
@@ -171,41 +161,14 @@ class Trained:
         """Return the context manager of a forward pass in the policy's precision."""
         return Autocast(self.policy, self.model, self.device)
 
-    def predict(self, use: Predicting, texts: Iterable[str]) -> Iterator[tuple[str, str, float]]:
-        """Return (text, label, probability) for each text, in order."""
-        raise self._without("predict")
-
-    def generate(self, use: Generating) -> str:
-        """Return the text that the model writes."""
-        raise self._without("generate")
-
-    def evaluate(self, use: Evaluating) -> Measured:
-        """Evaluate the model on the run's validation data, or on other data."""
-        raise self._without("evaluate")
-
-    def export(self, use: Exporting) -> str:
-        """Write the model as a folder for other programs; return a message about it."""
-        raise self._without("export")
-
-    def _without(self, verb: str) -> ConfigError:
-        by = self.config.COMMAND or "halfstep.Trainer"
-        return ConfigError(
-            f"{self.path} is a run of {by}, for which there is no {verb} (halfstep {verb} --help)"
-        )
-
 
 # What all ranks have in common, and how they share the rows of a batch.
 
 
 def facts(config: BaseConfig) -> dict[str, str]:
     """Return what must be equal on all ranks: versions and every key."""
-    table = config_to_table(config)
     facts = {"torch version": torch.__version__, "halfstep version": metadata.version("halfstep")}
-    return facts | {
-        f"{name}.{key}".rstrip("."): str(value)
-        for name, part in table.items()
-        for key, value in (part.items() if isinstance(part, dict) else [("", part)])
-    }
+    return facts | {key: str(value) for key, value in dotted(config).items()}
 
 
 def shortened(asked: int, used: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ from halfstep.trainer.data.records import find_sources
 from halfstep.trainer.models import IGNORE_INDEX, GPTConfig
 from halfstep.trainer.models.gpt import GPT, generate
 from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity
-from halfstep.trainer.tasks.task import Measured, Task, Trained, share_of, shortened
+from halfstep.trainer.tasks.task import Task, Trained, share_of, shortened
 
 
 class TextTask(Task):
@@ -61,7 +62,7 @@ class TextTask(Task):
 
     def summary(self) -> str:
         """Describe the run by its numbers of parameters and training tokens."""
-        count = self.model.config.parameters
+        count = sum(p.numel() for p in self.model.parameters())
         return f"{count:,} parameters, {self.data.train.count:,} training tokens"
 
     def batch_size(self, step: int) -> int:
@@ -142,8 +143,11 @@ class TrainedText(Trained):
             ids = generate(self.model, ids, stop_token=end, **use.drawing)
         return tokenizer.decode([i for i in ids if i != end])
 
-    def evaluate(self, use: Evaluating) -> Measured:
-        """Measure loss, perplexity and bits per byte on the validation text, or on ``--data``."""
+    def evaluate(self, use: Evaluating) -> tuple[str, dict[str, Any]]:
+        """Measure loss, perplexity and bits per byte on the validation text, or on ``--data``.
+
+        Returns text and values.
+        """
         self.open(use)
         config = self.config
         if use.data:
@@ -170,7 +174,7 @@ class TrainedText(Trained):
             f"loss {found.loss:.4f} nats per token, perplexity {values['perplexity']:.2f}, "
             f"{found.bits_per_byte:.4f} bits per byte, on {found.targets:,} tokens in {self.policy}"
         )
-        return Measured(text, values)
+        return text, values
 
     def export(self, use: Exporting) -> str:
         """Write the newest checkpoint, with its tokenizer, as a Hugging Face folder."""
@@ -179,7 +183,8 @@ class TrainedText(Trained):
         with part("trainer.models.pretrained:new_folder")(Path(use.output)) as empty:
             save(self.model, empty)
             self.tokenizer.save(empty)
-        return f"{use.output}: {self.model.config.parameters:,} parameters in fp32"
+        count = sum(p.numel() for p in self.model.parameters())
+        return f"{use.output}: {count:,} parameters in fp32"
 
 
 def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
