@@ -74,7 +74,6 @@ def test_every_optimizers_steps_are_told(kind, unscale, machine):
     # a fused optimizer on a GPU steps without telling the host, which then looks at no gradient
     looks = machine == "cpu" or kind != "fused" or unscale
     assert scaler.last_step is None
-    assert scaler.calibrating
 
     weights = [p.detach().clone() for p in model.parameters()]
     told = step(model, optimizer, scaler, second=(INF, 1.0), unscale=unscale)
@@ -82,7 +81,6 @@ def test_every_optimizers_steps_are_told(kind, unscale, machine):
         False, "overflow", 8.0, 4.0)  # fmt: skip
     assert told.nonfinite_parameters == (("second",) if looks else ())
     assert (told.skipped_total, told.skipped_in_a_row, told.loss) == (1, 1, INF)
-    assert scaler.calibrating
 
     told = step(model, optimizer, scaler, first=(NAN, 1.0), unscale=unscale)
     assert (told.applied, told.reason, told.nonfinite_parameters) == (
@@ -95,7 +93,6 @@ def test_every_optimizers_steps_are_told(kind, unscale, machine):
     assert (told.applied, told.reason, told.nonfinite_parameters) == (True, None, ())
     assert (told.skipped_total, told.skipped_in_a_row, told.loss) == (2, 0, 10.0)
     assert math.isnan(told.grad_norm)
-    assert not scaler.calibrating
     assert not any(map(torch.equal, weights, model.parameters()))
 
     assert step(model, optimizer, scaler, unscale=unscale).next_loss_scale == 4.0
@@ -103,7 +100,6 @@ def test_every_optimizers_steps_are_told(kind, unscale, machine):
     found = ("second", "first") if looks else ()
     assert (told.reason, told.nonfinite_parameters) == ("overflow", found)
     assert (told.skipped_total, told.skipped_in_a_row) == (3, 1)
-    assert not scaler.calibrating
 
 
 def test_several_optimizers_are_told_one_by_one_and_counted_by_round(machine):
@@ -148,8 +144,6 @@ def test_nothing_is_read_that_torch_does_not_read(kind, gradient, monkeypatch):
                 scaler.step(optimizer)
                 scaler.update()
         reads.append(counter.count)
-    # Where torch reads the flag once a step, ours brings it to the host and reads that copy twice,
-    # which is one wait as well: 3 more in 3 steps. (Some optimizers read their step counters.)
-    assert reads[1] - reads[0] == (0 if kind == "fused" else 3)
+    assert reads[1] == reads[0]
     assert kind != "fused" or reads[0] == 0
     assert scaler.last_step.skipped_total == (0 if gradient == 1.0 else 3)

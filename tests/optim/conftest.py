@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfstep.optim import kernels
+from halfstep.optim import base
 from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
 
 
@@ -10,7 +10,7 @@ from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
 def each_kernel(request, monkeypatch):
     """The test runs twice: compiled where that is possible, and in torch operations."""
     if request.param == "torch operations":
-        monkeypatch.setattr(kernels, "native_kernel", lambda: "the test asks for torch")
+        monkeypatch.setattr(base, "native_kernel", lambda: "the test asks for torch")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from every import every
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import decode
 from halfstep.optim.optimizers import SGD, AdamW, Lion
@@ -135,28 +134,17 @@ def test_split_weights_train_as_fp32_weights_do_to_the_last_bit():
 # --- options and errors -------------------------------------------------------------------------
 
 
-def test_a_number_out_of_range_is_named_with_what_is_allowed():
-    def check(name, options, words):
-        with pytest.raises(ValueError, match="allowed") as caught:
-            OPTIMIZERS[name]([parameter(3)], **options)
-        for word in words:
-            assert word in str(caught.value)
-
-    every(
-        [
-            ("adamw", {"lr": -1.0}, ["lr", "-1.0", ">= 0"]),
-            ("adamw", {"betas": (0.9, -0.1)}, ["betas", "-0.1", "0 <= beta < 1"]),
-            ("adamw", {"eps": 0.0}, ["eps", "0.0", "> 0", "NaN"]),
-            ("adamw", {"weight_decay": -0.5}, ["weight_decay", "-0.5", ">= 0"]),
-            ("adamw", {"lr": float("nan")}, ["lr", "nan"]),
-            ("sgd", {"lr": torch.tensor(-1.0)}, ["lr", "-1.0", ">= 0"]),
-            ("sgd", {"momentum": -0.9}, ["momentum", "-0.9", ">= 0"]),
-            ("sgd", {"momentum": 0.0, "nesterov": True}, ["nesterov", "momentum > 0"]),
-            ("sgd", {"dampening": 0.1, "nesterov": True}, ["nesterov", "dampening 0"]),
-            ("lion", {"betas": (0.9, 1.0)}, ["betas", "0 <= beta < 1"]),
-        ],
-        check,
-    )
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("adamw", {"betas": (0.9, -0.1)}, "beta parameter at index 1: -0.1"),
+        ("sgd", {"momentum": 0.0, "nesterov": True}, "Nesterov momentum requires"),
+        ("lion", {"lr": float("nan")}, "learning rate: nan"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_torch(name, options, said):
+    with pytest.raises(ValueError, match=said):
+        OPTIMIZERS[name]([parameter(3)], **options)
 
 
 def test_parameters_of_other_dtypes_or_shared_memory_are_refused():
@@ -408,7 +396,6 @@ def stepped(moments: str = "8bit", shape: tuple[int, ...] = (10, 30), way: str =
 MISFITS = {
     "another shape": lambda s: s["state"][0].update(exp_avg_codes=torch.zeros(30, 10)),
     "a moment less": lambda s: s["state"][0].pop("exp_avg_sq_codes"),
-    "a parameter more": lambda s: s["state"].update({1: s["state"][0]}),
     "a group more": lambda s: s["param_groups"].append(s["param_groups"][0]),
     "another remainder": lambda s: s["state"][0].update(
         remainder=torch.zeros(3, dtype=torch.int16)

@@ -12,7 +12,7 @@ from halfstep.optim.kernels import cuda, reference
 from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.moments import zeros
 from halfstep.optim.rules import ADAMW, DIRECTED, LION, SET, SGD as SGD_RULE
-from halfstep.optim.state import Batch, StepTask, elements_below
+from halfstep.optim.state import Batch, StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 
 OPTIONS = {
@@ -122,8 +122,8 @@ def extremes():
                     assert same(x, y), (moments, update, x.dtype, step)
 
 
-def masters_and_checks():
-    """Masters read and written, and elements below their windows, by one launch for all tensors."""
+def masters():
+    """Masters read and written, by one launch for all tensors."""
     generator = torch.Generator().manual_seed(2)
     for update in UPDATES:
         tasks = make_tasks(SET, torch.bfloat16, "fp32", update, (1, 129, 8192, 8300), generator)
@@ -140,12 +140,3 @@ def masters_and_checks():
         for a, b, x, y in zip(tasks, theirs, *read, strict=True):
             assert same(x, y), (update, x.numel())
             assert all(same(v, w) for v, w in zip(tensors(a), tensors(b), strict=True))
-    for gradient in DTYPES:
-        tasks = make_tasks(ADAMW, gradient, "8bit", "fp32", (1, 129, 8192, 8300), generator)
-        for task in tasks:
-            task.gradient.copy_(spread(task.gradient.numel(), generator))
-            task.moments[1].random_(0, 4, generator=generator)
-            task.tops[1].random_(253, 256, generator=generator)  # 255: a NaN was in the block
-        counts = elements_below(Batch(tasks)).tolist()
-        assert cuda.elements_below(Batch(tasks)).tolist() == counts
-        assert counts[-1] > 500

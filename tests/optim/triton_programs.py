@@ -22,10 +22,8 @@ PROGRAMS = {
     **{f"bits-{rule.name}": (kernel.bits_of_every_pair, rule.name) for rule in kernel.KERNELS},
     **{f"host-{rule.name}": (step.against_the_host, rule.name) for rule in kernel.RULES},
     "extremes": (kernel.extremes,),
-    "masters": (kernel.masters_and_checks,),
-    "huge": (step.huge_and_tiny,),
-    "later": (step.learned_later,),
-    "stops": (step.stops_and_guards,),
+    "masters": (kernel.masters,),
+    "tiles": (step.many_tiles,),
     "changes": (step.changes_between_steps,),
     "captures": (step.captures,),
 }

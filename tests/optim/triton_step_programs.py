@@ -14,15 +14,15 @@ from unittest import mock
 import torch
 from oracles import fallen_back
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from triton_kernel_programs import OPTIONS, make_tasks, same
 
-from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.errors import PrecisionError
 from halfstep.optim.kernels import cuda
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.optim.rules import LION
 from halfstep.optim.state import Batch
+from halfstep.precision.masters.stepping import decide_by_torch
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 
@@ -144,113 +144,16 @@ def against_the_host(kind_name):
         alike(ours, theirs)
 
 
-def steps_of(optimizer, loss=0.0, max_norm=None):
-    """One step on the device by hand; what it decided."""
-    every = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = {p: p.grad for p in every if p.grad is not None}
-    decided = optimizer.decide(torch.tensor(loss), gradients, max_norm)
-    optimizer.step(gradients=gradients, multiplier=decided)
-    return decided, decided.read()
-
-
-def huge_and_tiny():
-    """Finite gradients whose squares leave fp32 are neither overflow nor 0; the clip is exact."""
-    for size, value in ((1, 1e30), (70000, 3e38), (1, 1e-30), (70000, 1e-44)):
-        p, rest = (nn.Parameter(torch.ones(n)) for n in (size, 3))
-        optimizer = AdamW([p, rest], lr=0.1, moments="fp32")
-        p.grad, rest.grad = torch.full((size,), value), torch.full((3,), value)
-        decided, decision = steps_of(optimizer, max_norm=0.1)
-        assert not decision.nonfinite
-        norm = float(p.grad[0].double()) * math.sqrt(size + 3)
-        assert math.isclose(decision.norm, norm, rel_tol=8 * 2.0**-24)
-        # 0.1 is no fp32 number, in which Triton passes numbers to kernels
-        clip = min(1.0, 0.1 / (decision.norm + 1e-6))
-        assert math.isclose(float(decided.multiplier), clip, rel_tol=2.0**-52)
-        assert p.isfinite().all()
-        assert (p.detach() < 1).all() or value < 1e-7  # decayed at least, and moved but by 1e-44
-    # many tiles and a rest
+def many_tiles():
+    """A decided step of many tiles and a rest is the host's."""
     ours, theirs = (nn.Parameter(torch.ones(3 * 8192 + 5)) for _ in range(2))
     device, host = (SGD([p], lr=0.1, moments="fp32", momentum=0.9) for p in (ours, theirs))
     ours.grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0))
     theirs.grad = ours.grad.clone()
-    steps_of(device)
+    decided = decide_by_torch(torch.tensor(0.0), {ours: ours.grad}, None)
+    device.step(gradients={ours: ours.grad}, multiplier=decided)
     host.step()
     assert same(ours.detach(), theirs.detach())
-
-
-def learned_later():
-    """A step's error comes with its result, the next step, a saved state, a count, or close()."""
-    ways = {
-        "result": lambda run, result: result.applied,
-        "again": lambda run, result: (refused(lambda: result.loss, NonFiniteError), result.loss),
-        "next step": lambda run, result: run.step(2),
-        "count": lambda run, result: run.precision.progress.skipped_total,
-        "scale": lambda run, result: run.precision.loss_scale,
-        "optimizer": lambda run, result: run.optimizer.state_dict(),
-        "load": lambda run, result: run.optimizer.load_state_dict({}),
-        "state": lambda run, result: run.precision.state_dict(),
-        "close": lambda run, result: run.precision.close(),
-    }
-    for way, learn in ways.items():
-        run = Run("bf16-split")
-        assert run.step(0).applied
-        before = [t.clone() for _, t in run.everything()]
-        result = run.step(1, ("gain", math.nan))
-        said = refused(
-            lambda run=run, result=result, learn=learn: learn(run, result), NonFiniteError
-        )
-        assert "NaN in the gradients of gain under a finite loss" in said, (way, said)
-        if way == "close":
-            continue
-        assert all(same(a, b) for a, (_, b) in zip(before, run.everything(), strict=True))
-        assert all(p.grad is None for p in run.model.parameters())
-        assert run.precision.progress.skipped_total == 1  # it was told once
-        assert run.step(3).applied
-        assert run.precision.progress.applied_total == 2
-    run = Run("bf16-split")
-    run.model.shift.data.fill_(math.nan)
-    result = run.step(0)
-    assert "the weights shift are not finite" in refused(lambda: result.loss, NonFiniteError)
-    assert run.optimizer.state_dict()["state"][0]["step"] == 0
-
-
-def stops_and_guards():
-    """The floor, the skip limit, skips and averages, as on the host."""
-    small = "fp16-mixed,scale=dynamic,init_scale=2,hysteresis=2"
-    few = "fp16-mixed,scale=static,init_scale=4,max_consecutive_skips=2"
-    bad = {n: ("first", math.inf) for n in (1, 2, 3)}
-    cases = (
-        (small, {}, "loss_scale_floor"),
-        (few, {}, "skip_limit"),
-        (small, {"on_nonfinite": "skip:2"}, ""),
-        ("bf16-split", {}, "gradients"),
-    )
-    for policy, given, cause in cases:
-        told = []
-        for host in (False, True):
-            run, causes = Run(policy, host=host, **given), []
-            for number in range(6):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # a guard's, said once
-                    try:
-                        causes.append(run.step(number, bad.get(number)).applied)
-                    except NonFiniteError as error:
-                        causes.append((error.cause, error.parameters))
-            told.append((causes, run.precision.state_dict()["loss_scale"], run.everything()))
-        assert told[0][:2] == told[1][:2], (policy, told[0][:2], told[1][:2])
-        assert not cause or (cause, ("first",)) in told[0][0]
-        for (name, a), (_, b) in zip(told[0][2], told[1][2], strict=True):
-            assert same(a, b), (policy, name)
-
-    # a hook on every optimizer must not run on a skipped step either
-    calls, run = [], Run(f"fp16-mixed,{SCALED}")
-    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
-    try:
-        applied = [run.step(number, bad.get(number)).applied for number in range(5)]
-    finally:
-        handle.remove()
-    assert applied == [True, False, False, False, True]
-    assert len(calls) == 2
 
 
 def changes_between_steps():

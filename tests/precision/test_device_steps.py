@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import halfstep.precision.masters.stepping as stepping
 from halfstep.errors import NonFiniteError
@@ -129,7 +130,7 @@ def test_an_error_comes_with_what_is_asked_next(decided):
         assert alike(before, run.everything()[: len(before)])
 
 
-def test_who_is_left_to_the_host(decided):
+def test_who_is_left_to_the_host(decided, monkeypatch):
     class Own(torch.optim.AdamW):
         def step(self, closure=None):
             super().step(closure)
@@ -172,6 +173,12 @@ def test_who_is_left_to_the_host(decided):
         run = Run("fp32", make)
         assert run.step(0).applied is run.step(1).applied is True
         assert bool(decided) is there, make
+    with monkeypatch.context() as patched:  # a hook on every optimizer
+        patched.setitem(_global_optimizer_post_hooks, 0, lambda *_: None)
+        decided.clear()
+        run = Run("fp32", KINDS["sgd"])
+        assert run.step(0).applied
+        assert not decided
     # one whose state is loaded from an unfused optimizer's goes on as that does
     run, other = Run("fp32", KINDS["adamw"]), Run("fp32", lambda p: torch.optim.AdamW(p))
     other.step(0)

@@ -10,7 +10,6 @@ from .blocks import (
     NVFP4 as NVFP4,
     BlockFormat as BlockFormat,
     Quantized as Quantized,
-    block_format as block_format,
 )
 from .floats import (
     BF16 as BF16,

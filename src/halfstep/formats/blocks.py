@@ -51,9 +51,7 @@ class ExponentFormat:
     **Source:** OCP MX 1.0, 5.4.1: 8 bits, bias 127, from 2^-127 to 2^127.
     """
 
-    name = "e8m0"
     dtype = torch.float8_e8m0fnu
-    bits = 8
 
     def encode(self, values: Tensor) -> Tensor:
         """The codes, uint8, of the powers of two at or above fp32 ``values``, none negative.
@@ -188,40 +186,6 @@ class BlockFormat:
             stored = stored.movedim(-1, dim)
         return Quantized(self, codes, stored, scales.outer, dim)
 
-    def explain(self, values: Sequence[float]) -> str:
-        """What becomes of a few numbers, as a table: they begin one block, and the rest is 0.
-
-        Example:
-            >>> print(NVFP4.explain([6.0, 0.1]))
-            nvfp4: e2m1 numbers, blocks of 1x16, scales e4m3fn (two-level)
-            scale of the tensor 0.00223214, of the block 448 (0x7e)
-            <BLANKLINE>
-                     number    code    in the block         becomes      error  relative
-                          6    0x07               6      6.00000048   4.77e-07  7.95e-08
-                        0.1    0x00               0               0        0.1         1
-        """
-        rows, columns = self.block or (1, 1)
-        x = torch.zeros(rows, -(-max(len(values), 1) // columns) * columns)
-        x[0, : len(values)] = torch.tensor(values, dtype=torch.float64).float()
-        q = self.quantize(x)
-        shape = f"blocks of {rows}x{columns}" if self.block else "the whole tensor one block"
-        lines = [
-            f"{self.name}: {self.element.name} numbers, {shape}, scales {self.scale.name} "
-            f"({self.rule})",
-            _scale_line(q),
-            "",
-            _ROW.format("number", "code", "in the block", "becomes", "error", "relative"),
-        ]
-        found = (q.codes.view(torch.uint8), _numbers(self.element, q.codes), q.dequantize())
-        for value, code, inside, becomes in zip(
-            values, *(t.double()[0].tolist() for t in found), strict=False
-        ):
-            error = 0.0 if becomes == value else abs(becomes - value)
-            relative = error / abs(value) if value else error
-            cells = (f"{value:.9g}", f"0x{int(code):02x}", f"{inside:g}", f"{becomes:.9g}")
-            lines.append(_ROW.format(*cells, f"{error:.3g}", f"{relative:.3g}"))
-        return "\n".join(lines)
-
     def split(self, x: Tensor, dim: int) -> Tensor:
         """A view with dims of its own for the columns of blocks, and for the rows of tall ones."""
         x = x.movedim(dim, -1)
@@ -345,21 +309,6 @@ def _over(number: float, x: Tensor) -> Tensor:
     return (torch.full_like(x, number) / x).float()
 
 
-_ROW = "{:>15}  {:>6}  {:>14}  {:>14}  {:>9}  {:>8}"
-
-
-def _scale_line(q: Quantized) -> str:
-    scale = q.scales.reshape(-1)[0]
-    number = f"{scale.float().item():g}"
-    if q.format.scale is FP32:
-        return f"scale {number}"
-    code = f"0x{scale.view(torch.uint8).item():02x}"
-    if q.outer is None:
-        power = scale.float().log2().item()
-        return f"scale of the block {number} = 2^{power:g} ({code})"
-    return f"scale of the tensor {q.outer.item():g}, of the block {number} ({code})"
-
-
 MXFP8 = BlockFormat("mxfp8", E4M3FN, (1, 32), "rceil")
 MXFP4 = BlockFormat("mxfp4", E2M1, (1, 32), "rceil")
 NVFP4 = BlockFormat("nvfp4", E2M1, (1, 16), "two-level")
@@ -381,12 +330,3 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
     )
 }
 """The block formats by name; those with ``2d`` are for weights, whose blocks are square."""
-
-
-def block_format(name: str) -> BlockFormat:
-    """A block format by its name; an error for an unknown name lists all."""
-    if name not in BLOCK_FORMATS:
-        raise PrecisionError(
-            f"there is no block format {name!r}; allowed: {', '.join(BLOCK_FORMATS)}"
-        )
-    return BLOCK_FORMATS[name]

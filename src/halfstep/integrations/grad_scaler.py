@@ -4,10 +4,9 @@ With its extra options off, every call behaves as torch's, bit for bit: returned
 types, warnings, scales, states, gradients and weights. It then only adds
 :attr:`GradScaler.last_step` and better error messages. ``docs/grad-scaler.md`` is the how-to.
 
-With ``strict`` the scale adapts by :meth:`~halfstep.precision.scaling.loss_scale.Limits.after`,
-as that of :class:`halfstep.Precision` does, and stays between a floor and a ceiling, which prevents
-two silent failures of torch: at scales up to 2^-128 it turns finite gradients into NaN and applies
-them, and finally the scale is 0 for ever. ``update`` then reads the overflow flag (one host
+With ``strict`` the scale stays between a floor and a ceiling, as it does under ``Precision``. That
+prevents two silent failures of torch: at scales up to 2^-128 it turns finite gradients into NaN and
+applies them, and finally the scale is 0 for ever. ``update`` then reads the overflow flag (one host
 synchronisation, which non-fused optimizers have already paid in ``step``) and raises where no scale
 can help.
 
@@ -35,10 +34,11 @@ from torch.optim import Optimizer
 
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.integrations.optimizer_tensors import (
-    LocalGradients,
     Names,
     accepts_low_precision,
+    local_gradients,
     name_table,
+    owned,
     parameter_names,
     refuse_pure,
     stored_gradients,
@@ -49,10 +49,8 @@ from halfstep.precision.border import as_device, as_number
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.masters.stepping import Movement, with_inner
-from halfstep.precision.recovery import hopeless
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
-from halfstep.precision.scaling.loss_scale import Limits, ScaleState
 
 STRICT_BOUNDS = 1.0, 2.0**24
 """The bounds of ``strict``. **Source:** see :class:`halfstep.LossScaleConfig`."""
@@ -126,14 +124,12 @@ class GradScaler(torch.amp.GradScaler):
         self._ranks = None if ranks is None else ranks_of_this_process(device, ranks)
         self._names = name_table(names)
         self._allow_pure = allow_pure
-        self._strict = strict
         self._bounds: tuple[float, float] | None = STRICT_BOUNDS if strict else None
         if self._bounds is not None:
             self._require_within(init_scale, "init_scale")
-        # rounds between two updates: skipped in all, skipped in a row, and applied
+        # rounds between two updates: skipped in all, and in a row
         self._skipped: _Held = 0
         self._in_a_row: _Held = 0
-        self._applied: _Held = 0
         self._loss: Tensor | None = None
         self._round: list[_Step] = []  # the steps since the last update
         self._nonfinite: dict[int, _Find] = {}  # by id(optimizer), since the last update
@@ -178,11 +174,6 @@ class GradScaler(torch.amp.GradScaler):
             nonfinite_parameters=() if found is None else found.names,
         )
 
-    @property
-    def calibrating(self) -> bool:
-        """Whether no step was applied yet, so that skips only mean the scale finds its level."""
-        return not self._applied and not any(not step.skipped for step in self._round)
-
     # --- torch's calls ----------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
@@ -225,11 +216,10 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             self._stepping = False
         self._remember(optimizer)
-        error = None
         if not self._host_flag:
             error = unmoved(lambda target: parameter_names(optimizer, self._names)[target])
-        if error is not None:
-            raise error
+            if error is not None:
+                raise error
         return value
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -243,29 +233,19 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scale, tracker = self._scale, self._growth_tracker
-        if self._bounds is None or scale is None or tracker is None:
-            self._torch_update(new_scale)
-            return
-        if isinstance(new_scale, float) or (
-            isinstance(new_scale, Tensor) and new_scale.numel() == 1
-        ):
-            self._require_within(float(new_scale), "new_scale")
-        states = self._per_optimizer_states.values()
-        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        found, good, before = 0.0, 0.0, 0.0
-        if flags:
-            parts = [total(flags, scale.device), tracker.float(), scale]
-            found, good, before = torch.stack(parts).tolist()
-        broken = self._broken() if found else None
-        state = ScaleState(before, int(good), 1)
-        factors = self.get_growth_factor(), self.get_backoff_factor()  # may be set at any time
-        limits = Limits(*factors, self._growth_interval, *self._bounds, hysteresis=1)
-        at_floor = new_scale is None and limits.at_floor(state)
-        adapted = limits.after(state, bool(found)).value if new_scale is None else None
-        self._torch_update(new_scale, adapted)
+        broken, scale = None, self._scale
+        if self._bounds is not None and scale is not None:
+            if isinstance(new_scale, float) or (
+                isinstance(new_scale, Tensor) and new_scale.numel() == 1
+            ):
+                self._require_within(float(new_scale), "new_scale")
+            states = self._per_optimizer_states.values()
+            flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+            if new_scale is None and flags and float(total(flags, scale.device)):
+                broken = self._broken() if float(scale) <= self._bounds[0] else None
+        self._torch_update(new_scale)
         if broken is not None:
-            self._stop_if_hopeless(broken, before, at_floor=at_floor)
+            self._stop(broken)
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's entries, plus one that torch's scaler ignores with ``strict``."""
@@ -274,14 +254,13 @@ class GradScaler(torch.amp.GradScaler):
             state[EXTRA_KEY] = {
                 "skipped_total": int(self._skipped),
                 "skipped_in_a_row": int(self._in_a_row),
-                "calibrating": not self._applied,
             }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of this scaler or of torch's.
 
-        A state without the extra entry counts as a run that has found its scale, without skips.
+        A state without the extra entry counts as a run without skips.
 
         Raises:
             PrecisionError: If, with ``strict``, the scale is out of bounds; nothing is changed.
@@ -291,38 +270,36 @@ class GradScaler(torch.amp.GradScaler):
             return
         if self._bounds is not None and "scale" in state_dict:
             self._require_within(state_dict["scale"], "saved scale")
-        none = {"skipped_total": 0, "skipped_in_a_row": 0, "calibrating": False}
-        extra = state_dict.get(EXTRA_KEY, none)
-        counts = extra["skipped_total"], extra["skipped_in_a_row"], int(not extra["calibrating"])
+        extra = state_dict.get(EXTRA_KEY, {"skipped_total": 0, "skipped_in_a_row": 0})
+        counts = extra["skipped_total"], extra["skipped_in_a_row"]
         super().load_state_dict(state_dict)
-        self._skipped, self._in_a_row, self._applied = counts
+        self._skipped, self._in_a_row = counts
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, in plain numbers and without parameter names."""
         state = super().__getstate__()
-        counts = {key: int(state[key]) for key in ("_skipped", "_in_a_row", "_applied")}
+        counts = {key: int(state[key]) for key in ("_skipped", "_in_a_row")}
         state |= {"_last": self.last_step, "_loss": None, "_host_flag": None}
         state |= {"_movement": Movement()}
         return state | counts | {"_round": [], "_nonfinite": {}, "_names": {}}
 
     def _agreeing(self, *optimizers: Optimizer) -> Ranks:
         """The ranks that step with this one."""
-        held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        return ranks_of_this_process(self._device, self._ranks, held)
+        return ranks_of_this_process(self._device, self._ranks, owned(*optimizers))
 
     # --- inside of torch's calls ------------------------------------------------------------------
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        if (self._strict or not self._as_torch) and not self._allow_pure:
+        if (self._bounds is not None or not self._as_torch) and not self._allow_pure:
             refuse_pure(optimizer, self._names)
         allowed = allow_fp16 or accepts_low_precision(optimizer)
         ranks = self._agreeing(optimizer)
         sharded = {is_sharded(p) for p in with_gradients(optimizer)}
         alone = isinstance(ranks, OneRank)
         torchs = sharded <= {False} or (alone and sharded == {True})
-        source: Any = optimizer if torchs else LocalGradients(optimizer)
+        source: Any = optimizer if torchs else local_gradients(optimizer)
         flags = super()._unscale_grads_(source, inv_scale, found_inf, allowed)
         if alone:
             return flags
@@ -343,12 +320,10 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        # torch waits for the flags here; wait once, keep the values and pass them on.
-        found = optimizer_state["found_inf_per_device"]
-        host = {device: flag.cpu() for device, flag in found.items()}
-        self._host_flag = sum(float(flag.item()) for flag in host.values())
-        known = {**optimizer_state, "found_inf_per_device": host}
-        return super()._maybe_opt_step(optimizer, known, *args, **kwargs)
+        # as torch, which waits for the flags here
+        flags = optimizer_state["found_inf_per_device"].values()
+        self._host_flag = sum(float(flag.item()) for flag in flags)
+        return None if self._host_flag else optimizer.step(*args, **kwargs)
 
     def _remember(self, optimizer: Optimizer) -> None:
         flags = self._found_inf_per_device(optimizer).values()
@@ -364,16 +339,15 @@ class GradScaler(torch.amp.GradScaler):
         self._last = _Step(held, self._loss, scale, scale, find)
         self._round.append(self._last)
 
-    def _torch_update(self, new_scale: float | Tensor | None, adapted: float | None = None) -> None:
-        """Call torch's update, set the scale to an adapted one, and count the round."""
+    def _torch_update(self, new_scale: float | Tensor | None) -> None:
+        """Call torch's update, keep the scale within its bounds, and count the round."""
         super().update(new_scale)
-        if adapted is not None and self._scale is not None:
-            self._scale.fill_(adapted)
+        if self._bounds is not None and self._scale is not None:
+            self._scale.clamp_(*self._bounds)
         if self._round and self._scale is not None:
             skipped = _any_skipped(self._round, self._scale.device)
             self._skipped = self._skipped + skipped
             self._in_a_row = (self._in_a_row + skipped) * skipped
-            self._applied = self._applied + (1 - skipped)
             following = _hold(self._scale)
             for step in self._round:
                 step.next_loss_scale = following
@@ -394,18 +368,18 @@ class GradScaler(torch.amp.GradScaler):
                 f"{where} is {scale!r}; allowed: numbers from {low:g} to {high:g}; give another"
             )
 
-    def _stop_if_hopeless(self, found: NonFinite, scale: float, *, at_floor: bool) -> None:
+    def _stop(self, found: NonFinite) -> None:
+        """Raise for an overflow at the floor."""
         whose = some(found.names) or (
             "parameters that are not known here: another rank's, or their gradients were cleared"
         )
-        ends = hopeless(scale, at_floor, 0, None)
-        if ends is not None:
-            raise NonFiniteError(
-                f"{found.what} in the gradients of {whose}{ends[1]}; the weights of the skipped "
-                "optimizer are unchanged",
-                cause=ends[0],
-                parameters=found.names,
-            )
+        raise NonFiniteError(
+            f"{found.what} in the gradients of {whose} at the smallest loss scale "
+            f"{self.get_scale():g}: no smaller scale can help; the weights of the skipped "
+            "optimizer are unchanged",
+            cause="loss_scale_floor",
+            parameters=found.names,
+        )
 
 
 # --- records of steps -----------------------------------------------------------------------------

@@ -247,7 +247,7 @@ class NumericsCallback(TrainerCallback):
     def _forget(self) -> None:
         self._micro, self._norm = [], None
         if self.scaler is not None:
-            self.scaler.abandon()
+            self.scaler.release()
 
 
 def _whole(norm: Any) -> Any:

@@ -29,7 +29,7 @@ from halfstep.precision.casting.cast import (
     cast_to_policy_,
     give_back_,
 )
-from halfstep.precision.checks import NO_BACKWARD, one_device
+from halfstep.precision.checks import NO_BACKWARD, one_device, some
 from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
@@ -103,7 +103,14 @@ class HalfstepPrecision(LightningPrecision):
             PrecisionError: If policy, model, optimizer and strategy are incompatible.
         """
         module: Any = model if isinstance(model, LightningModule) else model.module
-        check_strategy(module.trainer.strategy, self.policy)
+        strategy = type(module.trainer.strategy).__name__
+        if strategy not in ("SingleDeviceStrategy", "DDPStrategy"):
+            raise PrecisionError(
+                f"strategy {strategy} shards weights or owns a loss scaler, so policy "
+                f"{self.policy} cannot be honoured there; allowed: a single device, or "
+                "strategy='ddp'. For sharded training use halfstep.distributed "
+                "(docs/distributed.md)"
+            )
         if module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluate(module)  # a strategy keeps an earlier fit's optimizers
             return model, optimizers, lr_schedulers
@@ -332,16 +339,6 @@ def lightning_name(policy: PrecisionPolicy) -> str:
     return f"{form}-mixed" if policy.param_dtype == torch.float32 else f"{form}-true"
 
 
-def check_strategy(strategy: object, policy: object) -> None:
-    """Refuse strategies that cast, shard or scale themselves."""
-    if type(strategy).__name__ not in ("SingleDeviceStrategy", "DDPStrategy"):
-        raise PrecisionError(
-            f"strategy {type(strategy).__name__} shards weights or owns a loss scaler, so policy "
-            f"{policy} cannot be honoured there; allowed: a single device, or strategy='ddp'. For "
-            "sharded training use halfstep.distributed (docs/distributed.md)"
-        )
-
-
 def check_search(trainer: Any, policy: PrecisionPolicy) -> None:
     """Refuse a search before it rounds the weights that the training after it starts from."""
     kinds = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
@@ -400,9 +397,8 @@ class StepLog(Callback):
 
     def __init__(self, *, lost_updates_every: int = 50, health_every: int = 100) -> None:
         self._every, self._health_every = lost_updates_every, health_every
-        self._health: LayerHealth | None = None
         self._seen: StepResult | None = None
-        self._meter: LostUpdateMeter | None = None
+        self._measuring: list[LostUpdateMeter | LayerHealth] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure.
@@ -411,15 +407,16 @@ class StepLog(Callback):
             ConfigError: If the Trainer has another precision plugin.
         """
         plugin = trainer.precision_plugin
-        if not isinstance(plugin, HalfstepPrecision) or plugin.engine is None:
+        if not isinstance(plugin, HalfstepPrecision):
             raise ConfigError(
                 "StepLog reads halfstep's precision plugin, and the Trainer has "
                 f"{type(plugin).__name__}; allowed: Trainer(plugins=[HalfstepPrecision(...)])"
             )
-        self._seen = None
-        self._meter = LostUpdateMeter(plugin.engine, self._every)
+        engine = plugin._ready()
+        self._seen, self._meter = None, LostUpdateMeter(engine, self._every)
+        self._measuring = [self._meter]
         if self._health_every:
-            self._health = LayerHealth(pl_module, plugin.engine, every=self._health_every)
+            self._measuring.append(LayerHealth(pl_module, engine, every=self._health_every))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -432,33 +429,23 @@ class StepLog(Callback):
         self._seen = result
         shown = {"loss_scale": result.next_loss_scale, "skipped_total": result.skipped_total}
         silent = {"skipped": not result.applied, "grad_norm": result.grad_norm}
-        if result.applied:
-            silent |= self._lost()
+        reports = self._meter.report() if result.applied and self._meter.fresh else ()
+        shares = [report.lost for report in reports if not math.isnan(report.lost)]
+        silent |= {"lost_updates": max(shares)} if shares else {}
         for values, bar in ((shown, True), (silent, False)):
             named = {f"halfstep/{key}": float(value) for key, value in values.items()}
             pl_module.log_dict(named, prog_bar=bar, on_step=True, on_epoch=False)
         if not result.applied:
-            whose = ", ".join(result.nonfinite_parameters[:3]) or "not known"
+            whose = some(result.nonfinite_parameters) or "not known"
             rank_zero_info(
                 f"halfstep: step {trainer.global_step} skipped, {result.reason} in the gradients "
-                f"of {whose}; loss {result.loss:g}, scale {result.loss_scale:g} -> "
-                f"{result.next_loss_scale:g}, {result.skipped_total} skipped so far"
+                f"of {whose}; loss scale {result.loss_scale:g} -> {result.next_loss_scale:g}"
             )
-
-    def _lost(self) -> dict[str, float]:
-        if self._meter is None or not self._meter.fresh:
-            return {}
-        shares = [report.lost for report in self._meter.report() if not math.isnan(report.lost)]
-        return {"lost_updates": max(shares)} if shares else {}
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop measuring."""
-        if self._meter is not None:
-            self._meter.close()
-            self._meter = None
-        if self._health is not None:
-            self._health.close()
-            self._health = None
+        while self._measuring:
+            self._measuring.pop().close()
 
 
 class HeldScheduler:

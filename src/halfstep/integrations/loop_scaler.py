@@ -5,9 +5,7 @@ They call ``step`` and ``update`` separately for each optimizer, and consider a 
 
     step      one flag: is any gradient not finite, on any rank?
               yes: the optimizer is not called, fused or not; no: as torch's
-    update    all optimizers with gradients have stepped: adapt the scale
-              not yet: wait for them, or for the next backward
-    adapt     gradients of an optimizer that has not stepped move to the new scale
+    update    adapt the scale, and move the gradients of an optimizer that has not stepped to it
 
 torch's scaler considers ``update`` the end of an iteration. With two optimizers the second one's
 gradients would then be divided by a scale that they were not multiplied by, or divided twice if
@@ -25,7 +23,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler import GradScaler, total
+from halfstep.integrations.grad_scaler import GradScaler
 from halfstep.integrations.optimizer_tensors import (
     name_table,
     stored_gradients,
@@ -34,8 +32,6 @@ from halfstep.integrations.optimizer_tensors import (
 from halfstep.precision.checks import some
 from halfstep.precision.scaling.gradients import NonFinite, OneRank
 
-_UNPICKLED = ("_optimizers", "_find_names")
-Optimizers = Callable[[], Sequence[Optimizer]]
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
@@ -51,13 +47,12 @@ class LoopScaler(GradScaler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._optimizers: Optimizers | None = None
+        self._optimizers: Callable[[], Sequence[Optimizer]] | None = None
         self._find_names: Named | None = None
-        self._pending = False  # update() was called and waits for optimizers
         self._mixed: set[int] = set()  # ids: a backward came after their gradients were unscaled
         self._losses_sum: Tensor | None = None  # of the micro-batches since the last update
 
-    def bind(self, optimizers: Optimizers, named: Named) -> None:
+    def bind(self, optimizers: Callable[[], Sequence[Optimizer]], named: Named) -> None:
         """Bind the scaler to a loop.
 
         Args:
@@ -72,26 +67,18 @@ class LoopScaler(GradScaler):
         """Number of iterations with a skipped step, including those before a resume."""
         return int(self._skipped) + any(step.skipped for step in self._round)
 
-    def abandon(self) -> None:
-        """Forget the current iteration, after an error has ended the loop."""
-        self._pending = False
+    def release(self) -> None:
+        """Forget the current iteration, and drop all references to optimizers and parameters."""
         self._mixed.clear()
         self._per_optimizer_states.clear()
         self._round, self._nonfinite, self._losses_sum = [], {}, None
-
-    def release(self) -> None:
-        """Drop all references to optimizers and parameters, between two trainings."""
-        self.abandon()
         if self._find_names is not None:
             self._names = {}
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply by the scale like torch's; first adapt it if ``update`` was waiting."""
-        if self._enabled:
-            if self._pending:
-                self._settle()
-            states = self._per_optimizer_states.items()
-            self._mixed |= {key for key, s in states if s["stage"] is OptState.UNSCALED}
+        """Multiply by the scale like torch's."""
+        states = self._per_optimizer_states.items()
+        self._mixed |= {key for key, s in states if s["stage"] is OptState.UNSCALED}
         scaled = super().scale(outputs)
         bound = self._bound()
         if bound and not with_gradients(*bound):
@@ -127,56 +114,38 @@ class LoopScaler(GradScaler):
             PrecisionError: If a closure is given, or a backward has added scaled gradients to
                 unscaled ones, or another rank's optimizer has no gradient.
         """
-        if not self._enabled or self._stage(optimizer) is OptState.STEPPED:
-            return super().step(optimizer, *args, **kwargs)  # which raises, if enabled
-        if any(argument is not None for argument in (*args[:1], kwargs.get("closure"))):
+        if self._enabled and any(a is not None for a in (*args[:1], kwargs.get("closure"))):
             raise PrecisionError(
                 "a closure was given to step(): its gradients would not be unscaled. Call "
                 "backward and then step() without one"
             )
         self._refuse_mixed(optimizer)
-        self._check_scale_growth_tracker("step")
-        assert self._scale is not None
-        if self._stage(optimizer) is OptState.READY:
-            self._stepping = True
-            try:
-                self.unscale_(optimizer)
-            finally:
-                self._stepping = False
-        flags = self._found_inf_per_device(optimizer)
-        if not flags or not float(total(flags.values(), self._scale.device)):
-            return super().step(optimizer, *args, **kwargs)  # which raises where no flag is
-        self._host_flag = 1.0
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
-        self._remember(optimizer)
-        return None
+        one: Any = optimizer
+        heeds = getattr(one, "_step_supports_amp_scaling", False)
+        one._step_supports_amp_scaling = False  # or torch would call it on an overflow, too
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            one._step_supports_amp_scaling = heeds
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the scale once all optimizers that have gradients have stepped, or set it.
+        """Adapt the scale, or set it; gradients of optimizers that have not stepped follow it.
 
         Raises:
-            NonFiniteError: As :meth:`halfstep.GradScaler.update`; where it had to wait for another
-                optimizer, the next ``scale`` raises it.
+            NonFiniteError: As :meth:`halfstep.GradScaler.update`.
         """
-        if not self._enabled or new_scale is not None:
-            super().update(new_scale)
-            return
-        stages = [state["stage"] for state in self._per_optimizer_states.values()]
-        self._pending = OptState.STEPPED in stages and bool(self._waiting())
-        if not self._pending:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Adapt the scale by the optimizers that have stepped; rescale the others' gradients."""
-        self._pending = False
-        waiting = {other: self._stage(other) is OptState.UNSCALED for other in self._waiting()}
+        waiting = {
+            other: self._stage(other) is OptState.UNSCALED
+            for other in self._bound()
+            if self._stage(other) is not OptState.STEPPED and with_gradients(other)
+        }
         for other in waiting:
             self._per_optimizer_states.pop(id(other), None)
             self._nonfinite.pop(id(other), None)
         self._mixed.clear()
         before = self.get_scale() if waiting else 1.0
         try:
-            super().update()
+            super().update(new_scale)
         finally:
             self._losses_sum = None
             for other, unscaled in waiting.items():
@@ -185,22 +154,8 @@ class LoopScaler(GradScaler):
                     for _, values in stored_gradients(other):
                         values.mul_(factor)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`halfstep.GradScaler.state_dict`, after a scale that waits has been adapted."""
-        if self._enabled and self._pending:
-            self._settle()
-        return super().state_dict()
-
     def _bound(self) -> Sequence[Optimizer]:
         return () if self._optimizers is None else self._optimizers()
-
-    def _waiting(self) -> list[Optimizer]:
-        """The optimizers with gradients that have not stepped since the scale was last adapted."""
-        return [
-            optimizer
-            for optimizer in self._bound()
-            if self._stage(optimizer) is not OptState.STEPPED and with_gradients(optimizer)
-        ]
 
     def _stage(self, optimizer: Optimizer) -> OptState:
         state = self._per_optimizer_states.get(id(optimizer))
@@ -217,7 +172,8 @@ class LoopScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickling, without the loop that the scaler is bound to."""
-        return super().__getstate__() | dict.fromkeys(_UNPICKLED) | {"_mixed": set()}
+        unbound: dict[str, Any] = {"_optimizers": None, "_find_names": None, "_mixed": set()}
+        return super().__getstate__() | unbound
 
 
 class FiniteGuard(LoopScaler):
@@ -259,7 +215,7 @@ class FiniteGuard(LoopScaler):
             found_inf.copy_(~self._losses_sum.isfinite())
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
-    def _stop_if_hopeless(self, found: NonFinite, scale: float, *, at_floor: bool) -> None:
+    def _stop(self, found: NonFinite) -> None:
         loss = self._losses_sum
         if loss is None:
             loss = torch.zeros((), device=self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def stored_gradients(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     return [(p, g._values() if g.is_sparse else local_part(g)) for p, g in every if g is not None]
 
 
-class LocalGradients:
+def local_gradients(optimizer: Optimizer) -> Any:
     """A stand-in for an optimizer whose gradients are this rank's parts, for torch's check.
 
     torch's check refuses lists that mix plain tensors with DTensors, as a tensor-parallel plan
@@ -92,14 +93,9 @@ class LocalGradients:
     gradients, which are first redistributed like their parameters: partial sums could still
     overflow when they are added up.
     """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        found = (local_gradient(parameter) for parameter in with_gradients(optimizer))
-        self.param_groups = [{"params": [_carrier(grad) for grad in found if grad is not None]}]
-
-
-def _carrier(gradient: Tensor) -> Tensor:
-    """A tensor whose ``grad`` is this gradient, in place of the parameter."""
-    carrier = gradient.detach().requires_grad_()
-    carrier.grad = gradient
-    return carrier
+    carriers = []
+    for parameter in with_gradients(optimizer):
+        gradient: Any = local_gradient(parameter)
+        carriers.append(gradient.detach().requires_grad_())
+        carriers[-1].grad = gradient
+    return SimpleNamespace(param_groups=[{"params": carriers}])

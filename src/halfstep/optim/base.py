@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,16 +19,15 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 import halfstep.optim.kernels.cuda as cuda
+import halfstep.optim.kernels.reference as reference
 from halfstep.errors import PrecisionError
-from halfstep.optim.kernels import Kernel, kernel_for, masters_kernel
-from halfstep.optim.kernels.cpu import RULES
+from halfstep.optim.kernels.cpu import RULES, native_kernel
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.moments import Moments
+from halfstep.optim.moments import FORMATS, Moments
 from halfstep.optim.options import (
     GRADIENTS,
     check_group,
     check_storage,
-    kept_moments,
     no_update,
     refused_gradient,
     update_of,
@@ -35,15 +35,16 @@ from halfstep.optim.options import (
 from halfstep.optim.rules import SET, Algorithm
 from halfstep.optim.state import (
     FELL_BACK,
+    SHARE,
     Batch,
     StepTask,
     as_values,
     convert,
     dense,
+    elements_below,
     fits,
     flat,
     is_due,
-    must_fall_back,
     new_step,
     stored_moment,
     wide_moments,
@@ -52,6 +53,7 @@ from halfstep.optim.state import (
 )
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update
 from halfstep.precision.masters.stepping import DeviceDecision, Gradients, OwnOptimizer
+from halfstep.precision.scaling.gradients import global_norm
 
 _NO_GRADIENT = torch.empty(0)
 _SETS = 8  # sets of parameters with gradients whose calls are kept, as of losses that take turns
@@ -96,11 +98,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
     """
 
     algorithm: ClassVar[Algorithm]
-    # With this, torch.amp.GradScaler passes its scale and flag instead of reading the flag.
-    _step_supports_amp_scaling = True
     accepts_low_precision_gradients = True
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
     agree_on_fallback: Callable[[list[bool]], list[bool]] | None = None
     """Set where ranks hold parts of one tensor: from whether this rank would fall back to bf16
     moments, for each stepped tensor, it makes the same answers on all ranks."""
@@ -122,7 +120,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
         check_storage(update, moments)
         self.storage: dict[str, Any] = {"update": update, "moments": moments, "seed": seed}
         """How weights and moments are stored: see ``options.py``."""
-        self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[tuple[int, ...], _Kept] = {}  # by the ids of those that have gradients
         super().__init__(params, options)
 
@@ -143,7 +140,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled, copied or loaded state; what was looked up for another is not in it."""
         super().__setstate__(state)
-        self._kernels, self._kept = {}, {}
+        self._kept = {}
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse a group's invalid options and parameters."""
@@ -167,10 +164,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
                     f"the optimizer was made with {key}={self.storage[key]!r}, the policy says "
                     f"{wanted!r}; leave {key} out there, or change the policy"
                 )
-
-    def set_precision(self, update: Update, moments: Moments) -> None:
-        """Set what :meth:`check_precision` accepts."""
-        self.storage["update"], self.storage["moments"] = update, moments
 
     def check_step(self, gradients: Gradients) -> None:
         """Refuse a bf16 weight without ``update``, and gradients that no kernel accepts."""
@@ -201,7 +194,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
             closure: Recomputes the loss and returns it, as in ``torch.optim``.
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
             multiplier: A factor of every gradient, applied on the fly (unscaling, clipping); or
-                what :meth:`decide` has decided about these gradients.
+                what the device has decided about these gradients.
         """
         loss, factor, decision = None, 1.0, None
         if isinstance(multiplier, DeviceDecision):
@@ -211,11 +204,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found is not None and found.item():
-            return loss
-        if scale is not None:
-            factor = factor / scale.item()
         kept = self._calls(gradients)
         plans = [self._plan(call, factor, decision) for call in kept.calls]
         increment_version(kept.counters)  # what watches the counters sees that they moved
@@ -233,43 +221,18 @@ class LowPrecisionOptimizer(OwnOptimizer):
         return loss
 
     def _run(self, call: Call, plan: Plan) -> None:
-        self._kernel(call, plan).run(call.batch, plan)
-
-    def _kernel(self, call: Call, plan: Plan) -> Kernel:
-        device = "cuda" if plan.decision else call.parameters[0].device.type
-        return self._kernel_for(device, plan.algorithm.name)
+        run_kernel(call.batch, plan)
 
     def can_decide(self) -> bool:
-        """Whether :meth:`decide` has kernels.
+        """Whether kernels heed a decision of the device.
 
         A subclass with a ``step`` of its own has none, since it may read the multiplier.
         """
         devices = {p.device for group in self.param_groups for p in group["params"]}
         own_step = inspect.unwrap(type(self).step) is inspect.unwrap(LowPrecisionOptimizer.step)
+        on_gpu = {d.type for d in devices} == {"cuda"} or os.environ.get("TRITON_INTERPRET") == "1"
         known = own_step and len(devices) == 1 and self.algorithm.name in RULES
-        return known and cuda.can_launch(*devices)
-
-    @torch.no_grad()
-    def decide(
-        self, loss: Tensor, gradients: Gradients, max_norm: float | None
-    ) -> DeviceDecision | None:
-        """Decide on a step on the device; give the result to :meth:`step` as its multiplier.
-
-        A step whose loss or gradients are not finite leaves weights, moments and remainders
-        unchanged, bit for bit; :meth:`uncount` it once the host knows.
-
-        Args:
-            loss: A scalar.
-            gradients: Of the parameters, unscaled; fp32, bf16 or fp16. They are only read.
-            max_norm: Clip their global 2-norm to this, or None.
-
-        Returns:
-            None where the host must decide, as a gradient is sparse.
-
-        **Source:** a flag on the device as in NVIDIA Apex's capturable optimizers and torch's
-        fused ones.
-        """
-        return cuda.decide(loss, gradients, max_norm)
+        return known and on_gpu and not isinstance(cuda.triton_kernels(), str)
 
     def uncount(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take back that a step counts, which the device has not applied."""
@@ -277,14 +240,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
-        device = gradients[0].device.type if gradients else "cpu"
-        return self._kernel_for(device, self.algorithm.name).norm(gradients)
-
-    def _kernel_for(self, device: str, rule: str) -> Kernel:
-        """The kernel for a type of device and the name of an update rule, chosen once."""
-        if (device, rule) not in self._kernels:
-            self._kernels[device, rule] = kernel_for(device, rule)
-        return self._kernels[device, rule]
+        compiled = native_kernel() if not gradients or gradients[0].is_cpu else ""
+        return global_norm(gradients) if isinstance(compiled, str) else compiled.norm(gradients)
 
     def _calls(self, gradients: Gradients | None) -> _Kept:
         """The kernel calls of a step with these gradients: those kept, unless anything changed."""
@@ -342,7 +299,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
             copied = copied or task.weight.data_ptr() != parameter.data_ptr()
             turned = turned or copied or gradient.stride() != parameter.stride()
             update = update_of(self.storage["update"], parameter)
-            moments = kept_moments(rule.moments, self.storage["moments"], state)
+            # as the tensors show: they may be older than this format, or have fallen back to bf16
+            moments = FORMATS[task.moments[0].dtype] if task.moments else "fp32"
             kinds = parameter.dtype, gradient.dtype, parameter.device
             key = (number, update, moments, int(state["step"].numpy()), *kinds)
             found.setdefault(key, []).append((parameter, task, state["step"]))
@@ -382,13 +340,13 @@ class LowPrecisionOptimizer(OwnOptimizer):
         for call, plan in due:
             pairs = zip(call.parameters, call.batch.tasks, strict=True)
             members += [(parameter, task, plan) for parameter, task in pairs]
-            below = self._kernel(call, plan).below(call.batch)
+            below = elements_below(call.batch)
             if plan.decision is not None:  # a step that the device has skipped compares nothing
                 below.masked_fill_(plan.decision.found > 0, 0)
             found.append(below.to(found[0].device) if found else below)
         counts = torch.cat(found).tolist()  # the host waits once
         sizes = [task.weight.numel() for _, task, _ in members]
-        falls = [must_fall_back(*pair) for pair in zip(counts, sizes, strict=True)]
+        falls = [below >= max(n * SHARE, 1) for below, n in zip(counts, sizes, strict=True)]
         if self.agree_on_fallback is not None:
             falls = self.agree_on_fallback(falls)
         fallen = []
@@ -491,9 +449,9 @@ class LowPrecisionOptimizer(OwnOptimizer):
             task = StepTask(flat(data, data), rest, (), (), _NO_GRADIENT, stream)
             key = update, data.dtype, data.device
             found.setdefault(key, []).append((task, flat(values[-1], data)))
-        for (update, _, device), members in found.items():
-            _, read = masters_kernel(device.type)
-            read(Batch([task for task, _ in members]), [value for _, value in members], update)
+        for (update, *_), members in found.items():
+            batch, into = Batch([task for task, _ in members]), [value for _, value in members]
+            (cuda if _by_triton(batch) else reference).read_masters(batch, into, update)
         return values
 
     @torch.no_grad()
@@ -509,9 +467,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
             self.state[parameter][REMAINDER] = held = torch.zeros_like(data, dtype=dtype)
             held = flat(held, data)
         new = flat(value.detach().float(), data)
-        store, _ = masters_kernel(data.device.type)
         task = StepTask(flat(data, data), held, (), (), new, stream)
-        store(Batch([task]), Plan(SET, (), update, "fp32", 1.0, self.storage["seed"], 0))
+        run_kernel(Batch([task]), Plan(SET, (), update, "fp32", 1.0, self.storage["seed"], 0))
         write_back(parameter, data)
 
     def _find(self, *parameters: nn.Parameter) -> list[tuple[dict[str, Any], int]]:
@@ -564,18 +521,10 @@ class LowPrecisionOptimizer(OwnOptimizer):
                     f"the saved state is from an optimizer with {option}=True, which "
                     f"{type(self).__name__} does not have"
                 )
-        parameters = [parameter for _, _, parameter in self._members()]
-        numbers = [number for group in groups for number in group["params"]]
-        by_number = dict(zip(numbers, parameters, strict=False))
-        fresh: dict[Tensor, dict[str, Any]] = {}
-        for number, entry in state_dict["state"].items():
-            if number not in by_number:
-                raise PrecisionError(
-                    f"the saved state is for more than {len(by_number)} parameters, this optimizer "
-                    f"has {len(parameters)}"
-                )
-            fresh[by_number[number]] = self.convert(by_number[number], entry)
-        return fresh
+        numbers = (number for group in groups for number in group["params"])
+        places = zip(numbers, self._members(), strict=False)
+        state = state_dict["state"]
+        return {p: self.convert(p, state[n]) for n, (_, _, p) in places if n in state}
 
     def convert(self, parameter: nn.Parameter, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a parameter's saved state, from any optimizer, to this optimizer's formats."""
@@ -589,3 +538,26 @@ class LowPrecisionOptimizer(OwnOptimizer):
             seed=self.storage["seed"],
             stream=stream,
         )
+
+
+# The choice of a kernel, by device and compilers; all give the same bits.
+
+
+def run_kernel(batch: Batch, plan: Plan) -> None:
+    """Take a step on tensors that share a plan, by the fastest kernel that there is for them."""
+    rule = plan.algorithm.name
+    if rule in (*RULES, SET.name) and _by_triton(batch, plan):
+        cuda.run_cuda(batch, plan)
+        return
+    compiled = native_kernel() if batch.tasks[0].weight.is_cpu and rule in RULES else ""
+    if isinstance(compiled, str):
+        reference.run_torch(batch, plan)
+    else:
+        compiled.run(batch, plan)
+
+
+def _by_triton(batch: Batch, plan: Plan | None = None) -> bool:
+    """Whether the Triton kernels take a batch: on CUDA, and where the device has decided."""
+    decided = plan is not None and plan.decision is not None
+    on_gpu = decided or batch.tasks[0].weight.is_cuda
+    return on_gpu and not isinstance(cuda.triton_kernels(), str)

@@ -37,6 +37,8 @@ DTYPES: dict[Moments, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8
 }  # fmt: skip
 """Format of moments to the dtype that stores them."""
+FORMATS = {dtype: moments for moments, dtype in DTYPES.items()}
+"""The dtype of stored moments to their format."""
 BLOCK = 128
 _DROPPED = 20  # of the 23 mantissa bits
 BROKEN = 255

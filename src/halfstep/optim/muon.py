@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import Call, LowPrecisionOptimizer
+from halfstep.optim.base import Call, LowPrecisionOptimizer, run_kernel
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.options import Storage, require_option
+from halfstep.optim.options import Storage, require_option, torch_defaults
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
 from halfstep.optim.state import Batch, StepTask, dense, flat
 from halfstep.precision.agreement import MARK
@@ -113,6 +113,7 @@ class Muon(LowPrecisionOptimizer):
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "use_muon": True},
         }
+        torch_defaults(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, options, **storage)
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -129,7 +130,6 @@ class Muon(LowPrecisionOptimizer):
         if not group["use_muon"]:
             super()._run(call, plan)
             return
-        kernel = self._kernel_for(call.parameters[0].device.type, DIRECTED.name)
         for parameter, task in zip(call.parameters, call.batch.tasks, strict=True):
             whole = newton_schulz(self._averaged(group, plan, parameter, task))
             factor = adjustment(group["adjust_lr_fn"], *whole.shape)
@@ -144,7 +144,7 @@ class Muon(LowPrecisionOptimizer):
                 stream=task.stream,
             )
             moved = replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor)
-            kernel.run(Batch([move]), moved)
+            run_kernel(Batch([move]), moved)
 
     def _averaged(
         self, group: dict[str, Any], plan: Plan, parameter: nn.Parameter, task: StepTask
@@ -159,9 +159,7 @@ class Muon(LowPrecisionOptimizer):
             update="nearest",
         )
         weight = momentum.as_strided((momentum.numel(),), (1,))
-        self._kernel_for(parameter.device.type, SGD.name).run(
-            Batch([replace(task, weight=weight, remainder=None)]), average
-        )
+        run_kernel(Batch([replace(task, weight=weight, remainder=None)]), average)
         placed: Any = place_like(momentum, whole_of(parameter))
         return placed.full_tensor() if is_sharded(placed) else placed  # type: ignore[no-any-return]
 
@@ -175,7 +173,7 @@ def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:
 
 def _check_options(group: dict[str, Any]) -> None:
     kind, momentum = group["adjust_lr_fn"], group["momentum"]
-    require_option(momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
+    require_option(0 <= momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
     allowed = get_args(Adjustment)
     require_option(kind in (None, *allowed), "adjust_lr_fn", kind, f"None, {', '.join(allowed)}")
     if not group["use_muon"]:

@@ -8,9 +8,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.options import Storage
+from halfstep.optim.options import Storage, torch_defaults
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
 
 
@@ -50,10 +49,11 @@ class AdamW(LowPrecisionOptimizer):
             storage: ``update``, the rounding mode of bf16 weights; ``moments``, their format;
                 ``seed``, of stochastic rounding.
         """
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         # all keys of torch's, so that a sharded checkpoint, which is read by key, goes both ways
-        theirs = torch.optim.AdamW([torch.empty(0)]).defaults
-        super().__init__(params, theirs | options, **storage)
+        theirs = torch_defaults(
+            torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
+        )
+        super().__init__(params, theirs, **storage)
 
 
 class SGD(LowPrecisionOptimizer):
@@ -75,20 +75,9 @@ class SGD(LowPrecisionOptimizer):
 
         The first six arguments are those of ``torch.optim.SGD``.
         """
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise PrecisionError(
-                "Nesterov momentum requires a momentum and zero dampening: nesterov=True is "
-                "allowed with momentum > 0 and dampening 0"
-            )
-        options = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        theirs = torch.optim.SGD([torch.empty(0)]).defaults
-        super().__init__(params, theirs | options, **storage)
+        options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        theirs = torch_defaults(torch.optim.SGD, lr=lr, weight_decay=weight_decay, **options)
+        super().__init__(params, theirs, **storage)
 
 
 class Lion(LowPrecisionOptimizer):
@@ -106,4 +95,5 @@ class Lion(LowPrecisionOptimizer):
     ) -> None:
         """Make the optimizer; the options are those of :class:`AdamW`."""
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        torch_defaults(torch.optim.AdamW, **options)
         super().__init__(params, options, **storage)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.moments import DTYPES, Moments
-from halfstep.optim.state import stored_moment
+from halfstep.optim.moments import Moments
 from halfstep.precision.masters.rounding import ROUNDING, Update
 
 _WEIGHTS = (torch.float32, torch.bfloat16)
@@ -30,34 +30,18 @@ def update_of(chosen: Update | None, parameter: Tensor) -> Update:
     return chosen or "nearest" if parameter.dtype == torch.bfloat16 else "nearest"
 
 
-def kept_moments(names: Sequence[str], chosen: Moments | None, state: Mapping[str, Any]) -> Moments:
-    """The format of a parameter's moments, as its tensors show it; ``chosen`` before it has any.
-
-    That is what new moments get: these may be older than it, or have fallen back to bf16.
-    """
-    stored = (stored_moment(state, name)[0] for name in names)
-    dtypes = [values.dtype for values in stored if values is not None]
-    if not dtypes:
-        return chosen or "fp32"
-    formats = {dtype: moments for moments, dtype in DTYPES.items()}
-    if dtypes[0] not in formats:
-        raise PrecisionError(f"a moment is {dtypes[0]}; allowed: fp32, bf16 and, for 8 bits, uint8")
-    return formats[dtypes[0]]
-
-
 def require_option(holds: bool, name: str, value: object, allowed: str) -> None:
     """Raise unless ``holds``; the message begins like ``torch.optim``'s, which programs match."""
     if not holds:
         raise PrecisionError(f"Invalid {name}: {value}; allowed: {allowed}")
 
 
-# Of the numbers in a group's options: torch's name, the condition, and the condition in words.
-_NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
-    "lr": ("learning rate", lambda x: x >= 0, "lr >= 0"),
-    "eps": ("epsilon value", lambda x: x > 0, "eps > 0; with 0, elements at rest become NaN"),
-    "weight_decay": ("weight_decay value", lambda x: x >= 0, ">= 0"),
-    "momentum": ("momentum value", lambda x: x >= 0, ">= 0"),
-}
+def torch_defaults(kind: type[Optimizer], **options: Any) -> dict[str, Any]:
+    """All options of an optimizer of torch's, which refuses numbers out of range."""
+    try:
+        return kind([torch.empty(0)], **options).defaults
+    except ValueError as error:
+        raise PrecisionError(f"{error}; allowed: what torch.optim.{kind.__name__} takes") from None
 
 
 def check_storage(update: Update | None, moments: Moments | None) -> None:
@@ -75,11 +59,6 @@ def check_group(group: dict[str, Any], owner: str, has_masters: bool) -> None:
             f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
             "number or a CPU tensor"
         )
-    for key, (name, holds, words) in _NUMBERS.items():
-        require_option(bool(key not in group or holds(group[key])), name, group.get(key), words)
-    for index, beta in enumerate(group.get("betas", ())):
-        name = f"beta parameter at index {index}"
-        require_option(0 <= beta < 1, name, beta, "betas: 0 <= beta < 1")
     for key in ("update", "moments", "seed"):
         if key in group:
             raise PrecisionError(

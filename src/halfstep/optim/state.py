@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,19 +14,11 @@ from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK, BROKEN, DTYPES, Moments, decode, encode, zeros
 from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update, random_bits
 
-CODES = "_codes"
+CODES = "_codes"  # not the moment's own name, as ``torch.optim`` would take codes for values
 TOPS = "_tops"
 FELL_BACK = "moments_fell_back"
 """The key of the step at which a parameter's 8-bit moments became bf16: see :func:`is_due`."""
 _SIGNED = ("exp_avg", "momentum_buffer")
-
-
-def codes_of(moment: str) -> str:
-    """The key of an 8-bit moment's codes.
-
-    It is not the moment's own name, because ``torch.optim`` would take codes for values.
-    """
-    return moment + CODES
 
 
 def tops_of(moment: str) -> str:
@@ -40,7 +31,7 @@ def stored_moment(state: Mapping[str, Any], name: str) -> tuple[Tensor | None, T
 
     Codes under the moment's own name, as in older versions and checkpoint files, are found too.
     """
-    values = state.get(codes_of(name))
+    values = state.get(name + CODES)
     return (state.get(name) if values is None else values), state.get(tops_of(name))
 
 
@@ -56,7 +47,7 @@ def zero_moment(name: str, parameter: Tensor, moments: Moments) -> dict[str, Ten
 
 
 def _entries(name: str, values: Tensor, tops: Tensor | None) -> dict[str, Tensor]:
-    return {name: values} if tops is None else {codes_of(name): values, tops_of(name): tops}
+    return {name: values} if tops is None else {name + CODES: values, tops_of(name): tops}
 
 
 @torch.no_grad()
@@ -87,7 +78,7 @@ def convert(
         state[FELL_BACK] = new_step(float(entry[FELL_BACK]))
     if any(stored_moment(entry, name)[0] is not None for name in names):
         # torch.optim.SGD saves no step; 1 says that its momentum has begun.
-        state["step"] = new_step(_count(entry.get("step", 1)))
+        state["step"] = new_step(float(entry.get("step", 1)))
         draw = partial(random_bits, seed, int(state["step"]), data.numel(), stream=2 * stream + 1)
         for i, name in enumerate(names):
             values, tops = stored_moment(entry, name)
@@ -101,14 +92,6 @@ def convert(
         held = _of_shape(f"saved remainder of parameter {stream}", held, data)
         state[REMAINDER] = _like(flat(held, data), data)
     return state
-
-
-def _count(step: Any) -> float:
-    if isinstance(step, Tensor) and step.numel() == 1 and not step.is_meta:
-        step = step.item()
-    if not isinstance(step, int | float) or not 0 <= step < math.inf:
-        raise PrecisionError(f"the saved step is {step!r:.60}; allowed: a number of steps, from 0")
-    return float(step)
 
 
 def _of_shape(what: str, saved: Any, data: Tensor) -> Tensor:
@@ -317,11 +300,6 @@ def elements_below(batch: Batch) -> Tensor:
             if below is not None:
                 count += below.sum()
     return counts
-
-
-def must_fall_back(below: int, elements: int) -> bool:
-    """Whether a tensor with ``below`` elements below their windows falls back to bf16."""
-    return below > 0 and below >= elements * SHARE
 
 
 def wide_moments(

@@ -129,23 +129,17 @@ def _card(run: RunRecord, language: str) -> dict[str, str]:
         "steps": f"{len(run.steps):,}" + (f" / {planned:,}" if planned else ""),
         "skipped": f"{len(run.skipped):,}",
     }
-    for label, key, which in (
-        ("first_loss", "loss", 0),
-        ("last_loss", "loss", -1),
-        ("val_loss", "val_loss", -1),
-    ):
-        _, values = run.series(key)
-        if values:
-            card[label] = f"{values[which]:.4f}"
-    _, accuracies = run.series("val_accuracy")
-    if accuracies:
-        card["val_accuracy"] = f"{accuracies[-1]:.2%}"
-    speeds = [value for value in run.series("tokens_per_second")[1] if math.isfinite(value)]
-    if speeds:
-        card["speed"] = f"{median(speeds):,.0f}"
-    peaks = [value for value in run.series("peak_memory_bytes")[1] if math.isfinite(value)]
-    if peaks:
-        card["memory"] = f"{max(peaks) / 1e6:,.0f} MB"
+    said: Sequence[tuple[str, str, Callable[[list[float]], str]]] = (
+        ("first_loss", "loss", lambda found: f"{found[0]:.4f}"),
+        ("last_loss", "loss", lambda found: f"{found[-1]:.4f}"),
+        ("val_loss", "val_loss", lambda found: f"{found[-1]:.4f}"),
+        ("val_accuracy", "val_accuracy", lambda found: f"{found[-1]:.2%}"),
+        ("speed", "tokens_per_second", lambda found: f"{median(found):,.0f}"),
+        ("memory", "peak_memory_bytes", lambda found: f"{max(found) / 1e6:,.0f} MB"),
+    )
+    for label, key, text_of in said:
+        if found := run.series(key)[1]:
+            card[label] = text_of(found)
     return {gettext(NAMES[label], language): text for label, text in card.items() if text}
 
 

@@ -16,7 +16,7 @@ from halfstep.kernels.library import address, load_library
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.moments import BLOCK, DTYPES
 from halfstep.optim.state import Batch, StepTask, is_dense
-from halfstep.precision.masters.rounding import ROUNDING, Update
+from halfstep.precision.masters.rounding import ROUNDING
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UPDATES = {name: number for number, name in enumerate(ROUNDING)}
@@ -142,16 +142,6 @@ def _row(gradient: Tensor) -> Tensor:
     return gradient.as_strided((gradient.numel(),), (1,)) if is_dense(gradient) else gradient
 
 
-def _rest(remainder: Tensor | None, count: int, update: Update) -> int | None:
-    """Where the remainders of bf16 weights begin; null for a rounding mode that keeps none."""
-    dtype = ROUNDING[update].remainder_dtype
-    if dtype is None:
-        return None
-    if remainder is None:
-        raise PrecisionError(f"the kernel takes remainders for update={update!r}, got none")
-    return address(remainder, count, dtype)
-
-
 def _addresses(task: StepTask, weight: torch.dtype, plan: Plan) -> _Task:
     """A task for the compiled kernel, without its gradient, which each step has anew."""
     n, moments = task.weight.numel(), plan.algorithm.moments
@@ -160,9 +150,12 @@ def _addresses(task: StepTask, weight: torch.dtype, plan: Plan) -> _Task:
             f"{plan.algorithm.name} has {len(moments)} moments, the task {len(task.moments)}"
         )
     narrow = weight == torch.bfloat16
+    rest = ROUNDING[plan.update].remainder_dtype if narrow else None
+    if rest is not None and task.remainder is None:
+        raise PrecisionError(f"the kernel takes remainders for update={plan.update!r}, got none")
     entry = _Task(
         weight=address(task.weight, n, torch.bfloat16 if narrow else torch.float32),
-        remainder=_rest(task.remainder, n, plan.update) if narrow else None,
+        remainder=None if rest is None else address(task.remainder, n, rest),
         count=n,
         stream=2 * task.stream & 0xFFFFFFFF,
     )

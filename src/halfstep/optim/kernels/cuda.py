@@ -11,29 +11,26 @@ few places, have a table of their own.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.moments import BLOCK
-from halfstep.optim.state import Batch, StepTask, is_dense
+from halfstep.optim.state import Batch, StepTask
 from halfstep.precision.masters.rounding import Update
-from halfstep.precision.masters.stepping import DeviceDecision
 
 ROWS = 8
 """Blocks of 128 elements in a tile of the update: 4 elements of a thread, in 80 registers."""
 TILES = 8
 """Tiles of a program of the update, which reads addresses once for these 8,192 elements."""
-STATISTICS_TILE = 1024
-STATISTICS_TILES = 32
 _UPDATED = TILES * ROWS * BLOCK  # elements of a program of the update
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _KEPT = 64  # tables kept, so that gradients alternating between a few addresses need no new copy
@@ -54,12 +51,6 @@ def triton_kernels() -> ModuleType | str:
     except ImportError as error:
         return f"triton cannot be imported: {error}"
     return kernels
-
-
-def can_launch(device: torch.device) -> bool:
-    """Whether there are kernels for a device: CUDA, or any under Triton's interpreter."""
-    right = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    return right and not isinstance(triton_kernels(), str)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -86,37 +77,30 @@ def _addresses(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor,
 
 
 @lru_cache(maxsize=32)
-def _owners(device: torch.device, counts: tuple[int, ...], size: int) -> Tensor:
-    """The tensor of each program, and its number among this tensor's ``ceil(count / size)``."""
-    programs = [-(-count // size) for count in counts]
+def _owners(device: torch.device, counts: tuple[int, ...]) -> Tensor:
+    """The tensor of each program, and its number among this tensor's."""
+    programs = [-(-count // _UPDATED) for count in counts]
     tensors = torch.arange(len(counts)).repeat_interleave(torch.tensor(programs))
     within = torch.cat([torch.arange(number) for number in programs])
     return _copied(torch.stack([tensors, within], 1).to(torch.int32), device)
 
 
-def _launch(kernel: str, owners: Tensor, *arguments: object, **constants: object) -> None:
-    kernels = triton_kernels()
-    assert isinstance(kernels, ModuleType)
-    device = owners.device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        if len(owners):
-            getattr(kernels, kernel)[(len(owners),)](
-                owners, *arguments, **constants, **kernels.LAUNCH
-            )
-
-
-def _launch_batch(
+def _launch(
     kernel: str, batch: Batch, values: Sequence[Tensor], *arguments: object, **constants: object
 ) -> None:
     """Launch a kernel over the tiles of a batch, with a value for each element of its weights."""
     if not isinstance(batch.native, _Rows):
         batch.native = _rows(batch.tasks)
-    rows = batch.native
-    table, aligned = _addresses(values, rows.table.device)
-    _launch(
-        kernel, rows.owners, rows.table, table, *arguments, **constants,
-        aligned=aligned and rows.aligned, rows=ROWS, tiles=TILES,
-    )  # fmt: skip
+    kernels, rows = triton_kernels(), batch.native
+    assert isinstance(kernels, ModuleType)
+    device = rows.table.device
+    table, aligned = _addresses(values, device)
+    constants |= {"aligned": aligned and rows.aligned, "rows": ROWS, "tiles": TILES}
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if len(rows.owners):
+            getattr(kernels, kernel)[(len(rows.owners),)](
+                rows.owners, rows.table, table, *arguments, **constants, **kernels.LAUNCH
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +123,7 @@ def _rows(tasks: Sequence[StepTask]) -> _Rows:
         aligned = aligned and not any(address % 16 for address in addresses)
         content += [*addresses, tops[0], tops[-1], task.weight.numel(), task.stream]
     counts = tuple(task.weight.numel() for task in tasks)
-    return _Rows(_table(device, tuple(content)), _owners(device, counts, _UPDATED), aligned)
+    return _Rows(_table(device, tuple(content)), _owners(device, counts), aligned)
 
 
 def run_cuda(batch: Batch, plan: Plan) -> None:
@@ -151,12 +135,12 @@ def run_cuda(batch: Batch, plan: Plan) -> None:
             "random bits at every replay; leave it out of the graph"
         )
     numbers = tuple(map(float, (plan.multiplier, *plan.constants)))  # an int would recompile
-    _launch_batch(
+    _launch(
         "update_kernel",
         batch,
         [task.gradient for task in batch.tasks],
         None if plan.decision is None else plan.decision.numbers,
-        _signed(plan.seed),
+        (plan.seed + 0x80000000 & 0xFFFFFFFF) - 0x80000000,  # int32, as any seed fits one kernel
         plan.step,
         *(numbers + (0.0,) * (9 - len(numbers))),
         rule=plan.algorithm.name,
@@ -172,59 +156,7 @@ def _stored(task: StepTask, update: Update) -> str:
     return "fp32" if task.weight.dtype == torch.float32 else update
 
 
-def _signed(seed: int) -> int:
-    """A seed's low 32 bits as an int32, so that no seed needs a kernel of its own."""
-    return (seed + 0x80000000 & 0xFFFFFFFF) - 0x80000000
-
-
-def elements_below(batch: Batch) -> Tensor:
-    """Count as ``state.elements_below`` does, in one launch."""
-    gradients = [task.gradient for task in batch.tasks]
-    counts = torch.zeros(len(gradients), dtype=torch.int32, device=gradients[0].device)
-    dtype = _NAMES[gradients[0].dtype]
-    _launch_batch("below_kernel", batch, gradients, counts, gradient_dtype=dtype)
-    return counts
-
-
 def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None:
     """Read as ``reference.read_masters`` does, in one launch."""
-    _launch_batch("masters_kernel", batch, values, update=_stored(batch.tasks[0], update))
+    _launch("masters_kernel", batch, values, update=_stored(batch.tasks[0], update))
     increment_version(values)
-
-
-def decide(
-    loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], max_norm: float | None
-) -> DeviceDecision | None:
-    """Decide on a step from one pass over its gradients; None where no kernel can read them.
-
-    The norm is the root of fp64 sums of short fp32 sums, which are the same in every run.
-    """
-    by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
-    for parameter, gradient in gradients.items():
-        if gradient.dtype not in _NAMES or gradient.is_sparse:
-            return None
-        if not (gradient.is_contiguous() or is_dense(gradient)):
-            gradient = gradient.contiguous()
-        by_dtype.setdefault(gradient.dtype, []).append((parameter, gradient))
-    device = next(iter(gradients.values())).device
-    flags = torch.zeros(len(gradients), dtype=torch.int32, device=device)
-    order: list[nn.Parameter] = []
-    partials = []
-    for dtype, members in by_dtype.items():
-        values = [gradient for _, gradient in members]
-        partials.append(_statistics(dtype, values, flags[len(order) :]))
-        order += [parameter for parameter, _ in members]
-    return DeviceDecision(loss, torch.cat(partials).sum().sqrt(), flags, order, max_norm)
-
-
-def _statistics(dtype: torch.dtype, values: Sequence[Tensor], flags: Tensor) -> Tensor:
-    """The fp64 sums of squares of these gradients, by program, and their ``flags``."""
-    device, counts = flags.device, tuple([value.numel() for value in values])
-    owners = _owners(device, counts, STATISTICS_TILE * STATISTICS_TILES)
-    partials = torch.zeros(len(owners), dtype=torch.float64, device=device)
-    addresses, aligned = _addresses(values, device)
-    _launch(
-        "statistics_kernel", owners, addresses, _table(device, counts), partials, flags,
-        dtype=_NAMES[dtype], aligned=aligned, tile=STATISTICS_TILE, tiles=STATISTICS_TILES,
-    )  # fmt: skip
-    return partials

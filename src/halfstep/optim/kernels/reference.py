@@ -71,8 +71,14 @@ def _chunk(task: StepTask, plan: Plan, part: slice) -> None:
         begin, place, count = part.start, weight.device, len(weight)
         return random_bits(plan.seed, plan.step, count, stream=stream, start=begin, device=place)
 
-    noise = bits(2 * task.stream) if ROUNDING[plan.update].random else None
-    store_(weight, remainder, plan.update, value, noise)
+    mode = ROUNDING[plan.update]
+    noise = bits(2 * task.stream) if mode.random else None
+    if mode.remainder_dtype is not None and remainder is None:
+        mode = ROUNDING["nearest"]  # an fp32 weight needs none
+    kept, rest = mode.split(value, noise)
+    weight.copy_(kept)
+    if remainder is not None and rest is not None:
+        remainder.copy_(rest)
     noise = bits(2 * task.stream + 1) if plan.moments != "fp32" else None
     for i, (codes, tops) in enumerate(zip(task.moments, task.tops, strict=True)):
         stored, top = encode(new[i], plan.moments, noise, signed=i == 0)
@@ -81,27 +87,8 @@ def _chunk(task: StepTask, plan: Plan, part: slice) -> None:
             tops[blocks].copy_(top)
 
 
-# How an fp32 master is stored in a 16-bit weight and its remainder, and read again.
-# ``master`` and ``store_`` are the definition for one chunk, which every kernel repeats.
-
 # Elements at once: 256 KB of fp32, so that the dozen temporaries of a split stay in the caches.
 _PART = 1 << 16
-
-
-def store_(
-    weight: Tensor, remainder: Tensor | None, update: Update, value: Tensor, random: Tensor | None
-) -> None:
-    """Store an fp32 value in a weight and its remainder, in place.
-
-    ``random`` are int32 random bits of shape (n,), or None if the rounding mode draws none.
-    """
-    mode = ROUNDING[update]
-    if mode.remainder_dtype is not None and remainder is None:
-        mode = ROUNDING["nearest"]  # an fp32 weight needs none
-    stored, rest = mode.split(value, random)
-    weight.copy_(stored)
-    if remainder is not None and rest is not None:
-        remainder.copy_(rest)
 
 
 def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None:

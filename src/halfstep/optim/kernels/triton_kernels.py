@@ -1,4 +1,4 @@
-"""The optimizer step on a GPU, in Triton: number formats, the update, and a step's statistics.
+"""The optimizer step on a GPU, in Triton: number formats, the update, and masters.
 
 The update takes all tensors in one launch, each element read and written once. reference.py,
 rules.py, moments.py and masters/rounding.py define every operation; the results here have the same
@@ -301,7 +301,7 @@ def _write_weight(  # noqa: ANN202
     weight_at, remainder_at, at, count, w, random,  # noqa: ANN001
     update: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
-    """Store a master as a weight and its remainder; see ``reference.store_``."""
+    """Store a master as a weight and its remainder; see ``reference._chunk``."""
     if update == "fp32":
         _store(weight_at, at, count, w, masked)
     elif update == "split":
@@ -407,28 +407,6 @@ def update_kernel(  # noqa: ANN201
 
 
 @triton.jit
-def below_kernel(  # noqa: ANN201
-    owners, table, gradients, counts,  # noqa: ANN001
-    gradient_dtype: tl.constexpr, aligned: tl.constexpr, rows: tl.constexpr, tiles: tl.constexpr,
-):  # fmt: skip
-    """Count the elements of each tensor that are below their windows: ``state.elements_below``."""
-    tile: tl.constexpr = rows * LANES
-    task, row, count, start, end = _task(owners, table, tile, tiles)
-    at = tl.arange(0, rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    found = tl.zeros([rows, LANES], tl.int32)
-    while start < end:
-        left = tl.minimum(count - start, tile).to(tl.int32)
-        gradient_at = _gradient_at(gradients + task, gradient_dtype, aligned) + start
-        g = _read_gradient(gradient_at, at, left, gradient_dtype, True)
-        codes = load(pointer(row, SECOND, tl.uint8, aligned) + start, at, left, True)
-        tops = pointer(row, SECOND_TOPS, tl.uint8, False) + start // LANES
-        top = load(tops, tl.arange(0, rows), (left + LANES - 1) // LANES, True)
-        found += ((codes == 1) & (g != 0) & (top != _BROKEN)[:, None]).to(tl.int32)
-        start += tile
-    tl.atomic_add(counts + task, tl.sum(found))
-
-
-@triton.jit
 def masters_kernel(  # noqa: ANN201
     owners, table, values,  # noqa: ANN001
     update: tl.constexpr, aligned: tl.constexpr, rows: tl.constexpr, tiles: tl.constexpr,
@@ -448,77 +426,3 @@ def masters_kernel(  # noqa: ANN201
             w = _read_weight(weight_at, remainder_at, at, left, update, True)
             _store(value_at, at, left, w, True)
         at += tile
-
-
-# One pass over the gradients of a step: sums of squares, and which are not finite.
-#
-# An fp32 number's square may leave fp32's range. So 8 elements at a time are divided by the power
-# of two of their largest, whose square is then 1 to 16; squares are added in fp32, and the sum is
-# multiplied by that power's square and added up in fp64, which holds the squares of all finite
-# fp32 numbers: a sum is not finite only if a gradient is not, and 0 only if all are. A square below
-# 2^-149 of the largest is lost, as it is in fp64 sums; the relative error is at most 8 * 2^-24.
-# GPUs for games and for inference have two fp64 units where others have 64.
-
-_POWERS = tl.constexpr(8)  # elements that share a power of two
-_ADDED = tl.constexpr(1023 - 2 * 127)  # what an fp64 number's exponent has more than two of fp32
-
-
-@triton.jit
-def _sums(  # noqa: ANN202
-    gradient, count, total, largest,  # noqa: ANN001
-    dtype: tl.constexpr, masked: tl.constexpr, tile: tl.constexpr, tiles: tl.constexpr,
-):  # fmt: skip
-    """Add the squares of ``tile * tiles`` gradients to each lane's total; raise its ``largest``."""
-    at = tl.arange(0, tile)
-    count = tl.minimum(count, tile * tiles).to(tl.int32)
-    done = 0
-    while done < count:
-        found = ()
-        peak = tl.zeros([tile], tl.int32)
-        for i in tl.static_range(_POWERS):  # unrolled, so that the loads are in flight at once
-            g = _read_gradient(gradient, at + i * tile, count, dtype, masked)
-            peak = tl.maximum(peak, (bits_of(g) & _ABS).to(tl.int32))
-            found += (g,)  # type: ignore[assignment]
-        # between the powers that fp32 holds, so that subnormal and the largest numbers have one
-        power = tl.minimum(tl.maximum(peak >> 23, 1), 253)
-        scale = from_bits((254 - power) << 23)
-        squares = tl.zeros([tile], tl.float32)
-        for i in tl.static_range(_POWERS):
-            squares += (found[i] * scale) * (found[i] * scale)
-        back = ((2 * power + _ADDED).to(tl.int64) << 52).to(tl.float64, bitcast=True)
-        total += squares.to(tl.float64) * back
-        largest = tl.maximum(largest, peak)
-        at += _POWERS * tile
-        done += _POWERS * tile
-    return total, largest
-
-
-@triton.jit
-def statistics_kernel(
-    owners: tl.tensor,
-    gradients: tl.tensor,
-    counts: tl.tensor,
-    partials: tl.tensor,
-    flags: tl.tensor,
-    dtype: tl.constexpr,
-    aligned: tl.constexpr,
-    tile: tl.constexpr,
-    tiles: tl.constexpr,
-) -> None:
-    """Write the sum of squares of ``tile * tiles`` elements of one gradient, and set its flag.
-
-    A gradient's flag has bit 0 where an infinity, bit 1 where a NaN is the largest of a part of it.
-    """
-    task, start = _own(owners, tile * tiles)
-    count = tl.load(counts + task)
-    total = tl.zeros([tile], tl.float64)
-    largest = tl.zeros([tile], tl.int32)
-    gradient = _gradient_at(gradients + task, dtype, aligned) + start
-    if start + tile * tiles <= count:
-        total, largest = _sums(gradient, count - start, total, largest, dtype, False, tile, tiles)
-    else:
-        total, largest = _sums(gradient, count - start, total, largest, dtype, True, tile, tiles)
-    tl.store(partials + tl.program_id(0), tl.sum(total))
-    peak = tl.max(largest)
-    flag = tl.where(peak == _INF, 1, 0) | tl.where(peak > _INF, 2, 0)
-    tl.atomic_or(flags + task, flag, mask=flag != 0)

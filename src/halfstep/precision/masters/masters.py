@@ -113,7 +113,7 @@ class MasterWeights:
         for optimizer in self.own_optimizers:
             optimizer.check_precision(policy.update, policy.moment_format)
         for optimizer in self.own_optimizers:
-            optimizer.set_precision(policy.update, policy.moment_format)
+            optimizer.storage |= {"update": policy.update, "moments": policy.moment_format}
             optimizer.has_masters = policy.has_masters
             optimizer.state.clear()  # of a Precision that took no step
         self.accumulation = GradientAccumulation(policy, model)

@@ -5,7 +5,7 @@ loss by S multiplies every gradient by S on its way through the 16-bit operation
 finished fp32 gradient by S restores it. S is always a power of two here, so both are exact.
 
 :meth:`Limits.after` is the algorithm of a dynamic scale: from a state, and whether the step
-overflowed, it computes the next state. ``Precision`` and ``GradScaler`` call it.
+overflowed, it computes the next state.
 
 **Source:** Micikevicius et al., "Mixed Precision Training", ICLR 2018 (arXiv 1710.03740), section
 3.2 and 4; start, factors and interval as in ``torch.amp.GradScaler`` (2^16, 2, 1/2, 2000); floor
