@@ -146,7 +146,7 @@ STOPS, HANGS = "os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(10_000)"
     (1, "halfstep.trainer.session.Session.evaluate", 2, STOPS),
     (0, "halfstep.trainer.checkpoint.write_shards", 2, STOPS),
     (0, "halfstep.trainer.checkpoint.write_shards", 2, HANGS),
-    (1, "halfstep.trainer.checkpoint.load_checkpoint", 1, STOPS),
+    (1, "halfstep.trainer.run.load_checkpoint", 1, STOPS),
     (0, "halfstep.trainer.run.finish_run", 1, STOPS),
     (1, "halfstep.distributed.world.World.close", 1, STOPS),
 ])  # fmt: skip
