@@ -4,6 +4,7 @@
 # make test-all    every test but the strangers', slow ones included
 # make check       lint, format, types, then the tests: what .ci/run does, but for the wheel
 # make test-slow   the tests marked slow
+# make test-faults FAULTS=200   nightly: runs are killed, stopped, their disks and bits fail; an hour or two
 # make test-without-bf16   the tests as a CPU without bf16 instructions runs them
 # make test-distributed   all tests with several processes, slow ones included
 # make test-strangers   programs nobody here wrote, in an environment of their own (.venv-strangers)
@@ -23,9 +24,9 @@ UNIT = tests/architecture tests/diagnostics tests/forward_kernels tests/golden t
        tests/test_readme.py
 
 # The tests' tensors are small: threads that wait for each other cost more than they give.
-test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed: export OMP_NUM_THREADS ?= 1
+test test-unit test-all test-slow test-faults test-strangers test-without-bf16 test-distributed: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed lint check wheel site serve lab catalogue ways benchmark clean
+.PHONY: demo test test-unit test-all test-slow test-faults test-strangers test-without-bf16 test-distributed lint check wheel site serve lab catalogue ways benchmark clean
 
 demo:
 	@VENV=$(VENV) scripts/setup-venv.sh train plot
@@ -48,6 +49,10 @@ test-all:
 test-slow:
 	@VENV=$(VENV) scripts/setup-venv.sh test
 	@$(BIN)/python -m pytest -q -m slow --timeout 1800
+
+test-faults:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@$(BIN)/python -m tests.faults $(or $(FAULTS),200)
 
 # In an environment of its own, since the packages bring others; their warnings are theirs.
 test-strangers: VENV = $(STRANGERS_VENV)

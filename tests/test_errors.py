@@ -16,6 +16,7 @@ CODES = {
     "NonFiniteError": (3, ArithmeticError),
     "SpikeError": (3, ArithmeticError),
     "PeerError": (1, RuntimeError),
+    "PartedError": (1, ValueError),
 }
 WITH_CAUSE = ("NonFiniteError", "SpikeError")
 

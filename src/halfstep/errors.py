@@ -104,6 +104,13 @@ class PeerError(HalfstepError, RuntimeError):
     exit_code = 1
 
 
+class PartedError(PrecisionError, PeerError):
+    """Ranks with copies of one model hold different weights, or take different steps.
+
+    A launcher with ``--max-restarts`` starts such a run again, from its last good checkpoint.
+    """
+
+
 # What torch.distributed raises when another process is gone: class names, and phrases from the
 # messages of gloo, NCCL and the store. They are text because importing torch takes seconds.
 _GONE_CLASSES = {"DistBackendError", "DistNetworkError", "DistStoreError"}

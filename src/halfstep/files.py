@@ -21,12 +21,14 @@ Where = Path | str
 """A folder of this machine, or a URL that fsspec knows, such as ``s3://bucket/run``."""
 
 MANIFEST = "manifest.json"
-_WAITS = (0.5, 2.0, 8.0)  # seconds before each further try
+_WAITS = (0.5, 1.0, 2.0)  # seconds before each further try
 # What waiting does not change; all else, such as a full disk, may pass.
 _LASTING = {
     errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EACCES,
     errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
+_LASTING_KINDS = (FileNotFoundError, PermissionError, ValueError, ImportError)
+# The last two: no such protocol, or a package for it is missing.
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -207,8 +209,8 @@ def _tried(where: Where, call: Callable[[Any, str], T]) -> T:
     for wait in (*_WAITS, None):
         try:
             return call(*url_to_fs(str(where)))
-        except OSError as error:
-            if error.errno in _LASTING or isinstance(error, FileNotFoundError):
+        except Exception as error:  # object stores raise their clients' own kinds
+            if getattr(error, "errno", None) in _LASTING or isinstance(error, _LASTING_KINDS):
                 raise CheckpointError(f"{where}: {error}") from error
             if wait is None:
                 raise StorageError(f"{where}: {error}, after {len(_WAITS) + 1} tries") from error

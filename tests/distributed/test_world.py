@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from halfstep.distributed.world import World, open_world
-from halfstep.errors import CheckpointError, ConfigError, PeerError, StorageError
+from halfstep.errors import CheckpointError, ConfigError, PartedError, PeerError, StorageError
 
 TORCHRUN = {
     "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
@@ -111,8 +111,9 @@ def test_the_first_difference_is_named_on_every_rank(pool4):
     assert all("'abd' and 'abc'" in text for text in found)
 
 
-@pytest.mark.parametrize(("error", "over"), [(CheckpointError, True), (StorageError, False)])
-def test_a_run_that_would_fail_again_is_over_and_one_of_which_storage_failed_is_not(error, over):
+@pytest.mark.parametrize(("error", "over"), [(CheckpointError, True), (StorageError, False),
+                                             (PartedError, False)])  # fmt: skip
+def test_a_run_that_would_fail_again_is_over_and_one_that_may_pass_is_not(error, over):
     store = dist.HashStore()
     with pytest.raises(error), World(1, 2, _store=store):
         raise error("text")

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from halfstep.cli.commands import Request
@@ -19,6 +19,7 @@ from halfstep.cli.main import INTERRUPTED
 
 _PROGRAM = ("-m", "halfstep")  # what each rank runs
 _SAVING_SECONDS = 600
+_GRACE = 1  # seconds after a rank has failed, for which torch waits 30: another may be stopped
 
 
 def run(request: Request) -> int:
@@ -32,6 +33,7 @@ def run(request: Request) -> int:
     chosen: Any = torchrun.get_args_parser().parse_args([*options, *_PROGRAM, *words])
     if getattr(chosen, "shutdown_timeout", 0) is None:  # newer versions of torch have it
         chosen.shutdown_timeout = _SAVING_SECONDS  # torch would kill a save after 30 s
+    PContext.close = _close  # type: ignore[assignment, method-assign]
     try:
         torchrun.run(chosen)  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
@@ -40,6 +42,11 @@ def run(request: Request) -> int:
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
+
+
+def _close(context: Any, sig: Any = None, timeout: int = 30, *, real: Any = PContext.close) -> None:
+    """End ranks: without a signal because one has failed, for which the others can only wait."""
+    real(context, sig, timeout if sig else _GRACE)
 
 
 def _without_nproc(given: list[str]) -> list[str]:

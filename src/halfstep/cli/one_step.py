@@ -12,7 +12,7 @@ from halfstep.cli.commands import Memory, OneStep, Trace
 from halfstep.diagnostics.memory import Memory as Held, MemoryMeter, parts_table
 from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
-from halfstep.trainer.checkpoint import CHECKPOINTS
+from halfstep.trainer.checkpoint import folders_of
 from halfstep.trainer.config.config import config_from_table, config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.loop import attempt
@@ -61,7 +61,7 @@ def _opened(arguments: OneStep, precision: str) -> Iterator[Session]:
     config = _config(arguments, precision)
     session = open_session(config)
     try:
-        resume(session, Path(arguments.run) / CHECKPOINTS)
+        resume(session, folders_of(config.run, Path(arguments.run)))
         yield session
     finally:
         session.task.close()

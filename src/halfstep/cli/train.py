@@ -22,11 +22,9 @@ from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
-    Resume,
+    begin,
     default_run_folder,
     execute,
-    is_run,
-    require_fresh,
     resumed,
     run_config,
     way_on,
@@ -45,17 +43,11 @@ def run(request: Request) -> int:
         device = choose_device(config.run.device, world.local_rank)
         named = config.run.output_dir or str(default_run_folder(config, device))
         path = Path(world.remember("run folder", named))
-        resuming: Resume = request.start.resume
-        # only rank 0 looks, as a shared file system may show a new folder to others later
-        held = world.share(str(is_run(path)))
-        foreign = world.remember("held a run before", held) == "True"
-        if world.attempt > 0 and held == "True" and not resuming and not foreign:
-            config, resuming = _resumed(request, path), "newest"  # the launcher restarted this run
-        if world.attempt > 0 and resuming:
-            resuming = "last-good"  # nobody is there to choose
+        resuming = begin(world, path, request.start.resume)
         if not resuming:
-            world.main_only(lambda: require_fresh(path))
             config = with_run_folder(config, path)
+        elif not request.start.resume:
+            config = _resumed(request, path)  # the launcher has started this run again
         keep_freed_memory(sharded=Layout.of(config.run.parallel).shard > 1)
         title = f"{config.name} {parse_policy(config.precision, device)}"
         with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import CheckpointError, StorageError
+from halfstep.errors import StorageError
 from halfstep.files import write_whole
 from halfstep.precision.result import StepResult
 
@@ -90,11 +91,15 @@ class Record:
         }
 
 
+_UNWRITTEN: dict[Path, bytes] = {}
+"""Lines that wait for their file to take them."""
+
+
 def keep_lines(path: Path, last_step: int) -> None:
     """Begin a file with one JSON object a line, or drop its torn lines and those of later steps.
 
     Raises:
-        CheckpointError: If it cannot be written; it is as it was then.
+        StorageError: If it cannot be written; it is as it was then.
     """
     kept = []
     try:
@@ -105,17 +110,19 @@ def keep_lines(path: Path, last_step: int) -> None:
                     kept.append(line + "\n")
         write_whole(path, "".join(kept))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error}") from error
+        raise StorageError(f"{path}: cannot be written: {error}") from error
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Append a JSON object and close the file, so that a killed process loses no written line.
 
-    Raises:
-        StorageError: If it cannot be written.
+    What cannot be written is kept for the next call, with a warning.
     """
+    left = _UNWRITTEN.pop(path, b"") + json.dumps(line).encode() + b"\n"
     try:
-        with path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(line) + "\n")
+        with path.open("ab", buffering=0) as out:
+            while left:
+                left = left[out.write(left) :]
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error}") from error
+        _UNWRITTEN[path] = left
+        warnings.warn(f"{path}: {error}; its lines are kept for later", stacklevel=2)

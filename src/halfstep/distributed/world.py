@@ -10,7 +10,10 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from halfstep.errors import ConfigError, HalfstepError, PeerError, StorageError
 from halfstep.precision.border import as_device
-from halfstep.precision.words import heard, lost, tell
+from halfstep.precision.words import heard, lost, say, tell
 
 T = TypeVar("T")
 
@@ -33,11 +36,9 @@ _PR_SET_PDEATHSIG = 1  # Source: linux/prctl.h
 TIMEOUT_SECONDS = 300.0
 """A collective that takes longer is taken to have lost a rank; this allows for slow disks."""
 
-# Preparing data, such as training a tokenizer on a large corpus, and writing a large checkpoint may
-# take longer than any collective. A rank that dies meanwhile is still noticed at once.
-_PREPARING = timedelta(days=2)
-SAVING_SECONDS = 3600.0
-"""The longest that ranks wait for each other's part of a checkpoint."""
+# While ranks work apart, their states go round; where they differ, the highest counts.
+_DONE, _WORKS, _FAILED = range(3)
+_IDLE = 0.01  # of a processor that a process uses, or a hundredth of it that its work does
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class World:
     """Number of earlier starts of this run's ranks; the same on all ranks."""
     _store: Any = None
     """Key-value store that lives as long as the launcher, through all attempts."""
+    _timeout: float = TIMEOUT_SECONDS
 
     @classmethod
     def around_group(cls) -> World:
@@ -92,7 +94,7 @@ class World:
         Raises:
             ConfigError: On every rank, naming the rank that differs from rank 0, and in what.
         """
-        everyone = self.gather(dict(what))
+        everyone = self.gather(lambda: dict(what))
         for rank, theirs in enumerate(everyone):
             for name, first in everyone[0].items():
                 if theirs.get(name) != first:
@@ -109,9 +111,13 @@ class World:
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's value on every rank; they may wait as long as for a checkpoint."""
-        self.largest(0, timedelta(seconds=SAVING_SECONDS))
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Do ``work`` on every rank, for any time; return all results on every rank.
+
+        Raises:
+            PeerError: If it raises on another rank, or one is stopped or hangs meanwhile.
+        """
+        value = self._work_together(work)
         found: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(found, value)
@@ -130,58 +136,95 @@ class World:
     def main_only(self, work: Callable[[], T]) -> T | None:
         """Do ``work`` on rank 0 while the others wait; return its result there, None elsewhere.
 
-        The work may take as long as writing a checkpoint may.
+        The work may take any time.
 
         Raises:
-            PeerError: On the other ranks, at once, if it raises on rank 0.
+            PeerError: On the other ranks, at once, if it raises on rank 0, or one is stopped.
         """
-        patience = timedelta(seconds=SAVING_SECONDS)
-        result: T | None = self._work_together(work if self.is_main else _nothing, patience)
+        result: T | None = self._work_together(work if self.is_main else _nothing)
         return result
 
     def first_on_machine(self, work: Callable[[], T]) -> T:
         """Do ``work`` on the first rank of each machine, then on the others, who find its cache.
 
-        The work may take longer than a collective may.
+        The work may take any time.
 
         Raises:
-            PeerError: At once, if it raises on any other rank.
+            PeerError: At once, if it raises on any other rank, or one is stopped.
         """
         first = self.local_rank == 0
-        early: T = self._work_together(work if first else _nothing, _PREPARING)
-        late: T = self._work_together(_nothing if first else work, _PREPARING)
+        early: T = self._work_together(work if first else _nothing)
+        late: T = self._work_together(_nothing if first else work)
         return early if first else late
 
     def close(self) -> None:
         """Wait for all ranks, then destroy the process group."""
         if self.size > 1 and dist.is_initialized():
-            with suppress(RuntimeError):  # a rank that died this late reports its own error
+            try:
                 self.largest(0)
+            except RuntimeError as error:
+                if "Timed out" in str(error):  # one that died this late reports its own error
+                    lost(error, range(self.size), "ends")
             dist.destroy_process_group()
 
-    def _work_together(self, work: Callable[[], T], patience: timedelta | None) -> T:
-        """Do this rank's work; return when all ranks have done theirs, raise when any failed."""
-        try:
-            result = work()
-        except BaseException as error:
-            tell(error)
-            with suppress(RuntimeError):  # raise this rank's own error, not a later one
-                self.largest(self.size - self.rank, patience)
-            raise
-        failed = self.largest(0, patience)
-        if failed:
+    def _work_together(self, work: Callable[[], T]) -> T:
+        """Do this rank's work; return when all ranks have done theirs, raise when any failed.
+
+        Meanwhile a thread of each rank meets those of the others again and again. So work may take
+        any time, and yet a rank that is stopped is missed within the timeout of one collective, and
+        one that hangs finds out itself.
+        """
+        if self.size == 1:
+            return work()
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        state: Future[int] = Future()
+        with ThreadPoolExecutor(1) as pool:
+            met = pool.submit(self._meet, state, clock)
+            try:
+                result = work()
+            except BaseException as error:
+                tell(error)
+                state.set_result(_FAILED + self.size - self.rank)
+                with suppress(RuntimeError):  # raise this rank's own error, not a later one
+                    met.result()
+                raise
+            state.set_result(_DONE)
+            failed = met.result() - _FAILED
+        if failed >= 0:
             raise PeerError(heard([self.size - failed], 1.0))
         return result
 
-    def largest(self, number: int, timeout: timedelta | None = None) -> int:
+    def _meet(self, state: Future[int], clock: int) -> int:
+        """Meet the other ranks until all have done their work, or one has failed: the state."""
+
+        def used() -> float:  # seconds; these meetings alone use 0.002 of a processor
+            return time.process_time() + 100 * time.clock_gettime(clock)
+
+        before, since, most = used(), time.monotonic(), _WORKS
+        try:
+            while most == _WORKS:
+                wait([state], min(1.0, self._timeout / 4))
+                most = self.largest(state.result() if state.done() else _WORKS)
+                if state.done() or used() - before > _IDLE * self._timeout:
+                    before, since = used(), time.monotonic()
+                elif time.monotonic() - since > self._timeout:
+                    say(text := f"hangs: its work has used no processor for {self._timeout:g} s")
+                    raise PeerError(text)
+        except RuntimeError as error:
+            if self._store is not None and not state.done():
+                # nothing else can end this rank's own work, which may take hours
+                print(f"halfstep: error: rank {self.rank}: in its part: {error}", file=sys.stderr)
+                os._exit(PeerError.exit_code)
+            raise
+        return most
+
+    def largest(self, number: int) -> int:
         """Return the largest of all ranks' numbers on every rank, through host memory."""
         if self.size == 1:
             return number
         tensor = torch.tensor([number])
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        if timeout is not None:
-            options.timeout = timeout
         group: Any = dist.group.WORLD
         group.allreduce([tensor], options).wait()
         return int(tensor)
@@ -236,7 +279,7 @@ def open_world(
         raise PeerError(
             f"the {size} ranks did not meet at {address} within {timeout_seconds:g} s: {reason}"
         ) from error
-    return World(rank, size, local_rank, attempt, store)
+    return World(rank, size, local_rank, attempt, store, timeout_seconds)
 
 
 def _place() -> tuple[int, ...] | None:

@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import PeerError, PrecisionError
+from halfstep.errors import PartedError, PeerError, PrecisionError
 from halfstep.precision.border import as_device, require
 from halfstep.precision.masters.local_part import fsdp_modules, local_part
 from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks, Share
@@ -261,7 +261,7 @@ class ManyRanks(Ranks):
             PrecisionError: On every rank, with the weight and the ranks that differ.
         """
         if found := self._differing(self._named):
-            raise PrecisionError(f"{found[1]} in {found[0]} after step {self._at[0]}{_PARTED}")
+            raise PartedError(f"{found[1]} in {found[0]} after step {self._at[0]}{_PARTED}")
 
     def _row(self, does: int) -> tuple[Tensor, Tensor]:
         """The sums of a step, all zero, and this rank's own row of them, which is a view."""
@@ -314,7 +314,8 @@ class ManyRanks(Ranks):
                 what, who = self._differing(window) or ("no weight any more", who)
                 what, shown = f"{what} at step {self._at[0]}", ""
             if who:
-                raise PrecisionError(f"{who} in {what}{shown}{remedy}")
+                kind = PartedError if remedy == _PARTED else PrecisionError
+                raise kind(f"{who} in {what}{shown}{remedy}")
 
     def _differing(self, named: list[tuple[str, Tensor]]) -> tuple[str, str] | None:
         """The first of these weights that ranks with the same part do not hold alike, and who."""

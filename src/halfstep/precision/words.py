@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from halfstep.errors import PeerError, lost_contact
 
-_SECONDS = 3.0  # ranks that wait for each other time out one after the other
+_SECONDS = 1.0  # ranks that wait for each other time out one after the other
 
 
 def say(text: str) -> None:

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError
+from halfstep.errors import CheckpointError, NonFiniteError
 from halfstep.files import (
     MANIFEST,
     Where,
@@ -68,6 +68,7 @@ from halfstep.trainer.shards import (
     write_shards,
 )
 
+T = TypeVar("T")
 FORMAT = 3
 CHECKPOINTS = "checkpoints"
 """The folder of a run that holds them."""
@@ -152,14 +153,24 @@ def checkpoint_path(folder: Where, step: int) -> Any:
     return below(folder, f"step-{step:08d}")
 
 
-def list_checkpoints(folder: Where) -> list[Any]:
-    """List the complete checkpoints of a run's ``checkpoints`` folder, oldest first.
+def folders_of(run: Any, path: Path) -> list[Any]:
+    """Where a run's checkpoints are: in the first folder, and in a second while that fails."""
+    return [run.checkpoint_dir or path / CHECKPOINTS, *filter(None, [run.second_dir])]
 
-    A folder without a manifest does not count: it is what comes last of a save.
+
+def list_checkpoints(*folders: Where) -> list[Any]:
+    """List the complete checkpoints of a run's folders, oldest first.
+
+    A folder without a manifest does not count: it is what comes last of a save. Of two with the
+    same step, that of the first folder is the later.
     """
-    found = [(int(m[1]), name) for name in names_in(folder) if (m := _NAME.fullmatch(name))]
-    paths = [below(folder, name) for _, name in sorted(found)]
-    return [path for path in paths if MANIFEST in names_in(path)]
+    found = [
+        (int(m[1]), -number, below(folder, name))
+        for number, folder in enumerate(folders)
+        for name in names_in(folder)
+        if (m := _NAME.fullmatch(name))
+    ]
+    return [path for *_, path in sorted(found) if MANIFEST in names_in(path)]
 
 
 def set_aside(path: Where) -> None:
@@ -381,22 +392,38 @@ def save_checkpoint(
     final = checkpoint_path(folder, step)
     local = is_local(folder)
     here = below(folder, f"{_TEMPORARY}step-{step:08d}") if local else final
-    world.main_only(lambda: _begin(folder, here, final))
-    reports = world.gather(_written(checkpoint, here, world))
+    state = json.dumps({"step": step, **checkpoint.state}, indent=1)
     try:
-        _require_good(reports)
-        state = json.dumps({"step": step, **checkpoint.state}, indent=1)
-        world.main_only(lambda: _commit(state, reports, here, final))
-    except HalfstepError as error:
-        if world.is_main:
-            with suppress(CheckpointError):
-                remove(here)
-        if isinstance(error, CheckpointError):
-            raise _unwritten(error, folder, final) from error
-        raise
+        _on_main(world, lambda: _begin(folder, here, final))
+        reports = _on_all(world, lambda: _written(checkpoint, here, world))
+        _on_main(world, lambda: _commit(state, reports, here, final))
+    except (NonFiniteError, CheckpointError) as error:
+        last = _on_all(world, lambda: _left(folder, here) if world.is_main else "")[0]
+        if isinstance(error, NonFiniteError):
+            raise
+        raise type(error)(f"checkpoint {final} cannot be written: {error}; {last}") from error
     best = checkpoint_path(folder, step if spared is None else spared)
-    world.main_only(lambda: _prune(folder, keep, {final, best}))
+    with suppress(CheckpointError):  # what cannot be removed now goes with the next save
+        _on_main(world, lambda: _prune(folder, keep, {final, best}))
     return final
+
+
+def _on_main(world: World, work: Callable[[], object]) -> None:
+    _on_all(world, lambda: work() if world.is_main else None)
+
+
+def _on_all(world: World, work: Callable[[], T]) -> list[T]:
+    """Do work on every rank; return what it gave, or raise on all of them what one raised."""
+
+    def caught() -> Any:
+        try:
+            return work()
+        except (NonFiniteError, CheckpointError) as error:
+            return error
+
+    reports = world.gather(caught)
+    _require_good(reports)
+    return reports
 
 
 def _begin(folder: Where, here: Where, final: Where) -> None:
@@ -412,14 +439,11 @@ def _begin(folder: Where, here: Where, final: Where) -> None:
         raise CheckpointError(f"{final} exists already")
 
 
-def _written(checkpoint: Checkpoint, here: Where, world: World) -> Any:
-    """Write a rank's files; return a report on them, or why they could not be written."""
-    try:
-        index = write_shards(checkpoint.written(world.rank), here, world.rank)
-        text = json.dumps(index, separators=(",", ":")).encode()
-        sha = write_hashed(below(here, _index_name(world.rank)), text)
-    except (NonFiniteError, CheckpointError) as error:
-        return error
+def _written(checkpoint: Checkpoint, here: Where, world: World) -> dict[str, Any]:
+    """Write a rank's files; return a report on them."""
+    index = write_shards(checkpoint.written(world.rank), here, world.rank)
+    text = json.dumps(index, separators=(",", ":")).encode()
+    sha = write_hashed(below(here, _index_name(world.rank)), text)
     _, stored = read_index(json.loads(text), here)
     held = sum(each.box.checksum for each in stored)
     shapes = {each.name: each.box.shape for each in stored}
@@ -454,14 +478,15 @@ def _commit(state: str, reports: list[dict[str, Any]], here: Where, final: Where
         move(here, final)
 
 
-def _unwritten(error: CheckpointError, folder: Where, final: Where) -> CheckpointError:
-    """Say what could not be written, and what there is instead."""
-    kept = list_checkpoints(folder)
+def _left(folder: Where, here: Where) -> str:
+    """Remove what was written of a checkpoint that failed; say what there is instead."""
+    kept = []
+    with suppress(CheckpointError):
+        kept = list_checkpoints(folder)
+        if here not in kept:
+            remove(here)
     last = f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
-    return type(error)(
-        f"checkpoint {final} cannot be written: {error}; {last}. Free space or move the run's "
-        "folder to another disk, then go on with --resume"
-    )
+    return f"{last}. Free space, or name another folder by --second-dir"
 
 
 def _prune(folder: Where, keep: int, spared: Collection[Any]) -> None:

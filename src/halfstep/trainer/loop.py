@@ -25,13 +25,19 @@ from halfstep.diagnostics.metrics import (
     append_line,
     keep_lines,
 )
-from halfstep.errors import HalfstepError, NonFiniteError, SpikeError
+from halfstep.errors import (
+    CheckpointError,
+    HalfstepError,
+    NonFiniteError,
+    SpikeError,
+    StorageError,
+)
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.shown import typed_trainer
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
-    CHECKPOINTS,
+    folders_of,
     list_checkpoints,
     save_checkpoint,
 )
@@ -192,12 +198,13 @@ class _Books:
 
     def __init__(self, session: Session, path: Path) -> None:
         self._session = session
-        self._folder = path / CHECKPOINTS
-        self._metrics = path / METRICS
+        self._path, self._metrics = path, path / METRICS
+        self._folders = folders_of(session.config.run, path)
+        self._failing_since: float | None = None  # no checkpoint was written since
         if session.world.is_main:
             keep_lines(self._metrics, session.step)
         self.news: list[str] = []
-        """What layer health has to say, for the next tick."""
+        """What layer health and saves have to say, for the next tick."""
         self.held: _Taken | None = None
         """A step whose outcome the device has not told."""
         self.ticks: list[Tick] = []
@@ -248,14 +255,11 @@ class _Books:
         lost = losses.report() if losses.fresh and taken.result.applied else ()
         tick = self.tick(taken, causes, evaluation, lost)
         if last or _due(session.step, run.save_every) or (evaluation is not None and keeps_best):
-            session.precision.ranks.agree()  # never save ranks that disagree
-            checkpoint = save_checkpoint(
-                self._folder, session.step, session.checkpoint(), run.keep, session.world,
-                spared=session.best.step if session.best and keeps_best else None,
-            )  # fmt: skip
+            checkpoint = self._save(last=last)
         if better and keeps_best:
-            session.world.main_only(lambda: session.report_best(self._folder.parent))
-        warned = (*tick.verdicts, *losses.verdicts(lost, taken))
+            session.world.main_only(lambda: session.report_best(self._path))
+        warned = (*tick.verdicts, *losses.verdicts(lost, taken), *self.news)
+        self.news.clear()
         return replace(tick, checkpoint=checkpoint, verdicts=warned)
 
     def write(self, record: Record) -> None:
@@ -263,12 +267,48 @@ class _Books:
         if self._session.world.is_main:
             append_line(self._metrics, record.line())
 
+    def _save(self, *, last: bool) -> Path | None:
+        """Save a checkpoint, and return its path; None where none can be written.
+
+        Raises:
+            CheckpointError: If none can be, and the run may not go on without.
+        """
+        session, run = self._session, self._session.config.run
+        failed: CheckpointError | None = None
+        session.precision.ranks.agree()  # never save ranks that disagree
+        best = session.best.step if session.best and session.task.keeps_best else None
+        state = session.checkpoint()
+        for folder in self._folders:
+            try:
+                saved: Path = save_checkpoint(
+                    folder, session.step, state, run.keep, session.world, spared=best
+                )
+            except CheckpointError as error:
+                failed = failed or error
+                continue
+            self._failing_since = None
+            if failed:
+                self.news.append(f"SAVED IN THE SECOND FOLDER, as {saved}: {failed}")
+            return saved
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        left = self._failing_since + run.save_deadline - now
+        over = last or left <= 0 or not isinstance(failed, StorageError)
+        if failed and session.world.largest(int(over)):
+            raise failed
+        self.news.append(
+            f"NOT SAVED: {failed}. Training goes on, tries again at the next save, and ends with "
+            f"code {StorageError.exit_code} if none is written in {left:.0f} s (run.save_deadline)"
+        )
+        return None
+
     @contextmanager
     def last_words(self, causes: CauseSearch) -> Iterator[None]:
         """Record why the run stops, and name the cause and the last checkpoint in the message."""
         try:
             yield
         except (NonFiniteError, SpikeError) as error:
+            self._session.precision.ranks.agree()  # else the numbers are only what came of it
             self._stopped(error, causes)
             raise
 
@@ -289,7 +329,7 @@ class _Books:
             self.write(record)
         except HalfstepError as failed:  # report the first cause; this goes at its end
             also += f"; {failed}"
-        kept = list_checkpoints(self._folder)
+        kept = list_checkpoints(*self._folders)
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
         # rank 0 writes metrics and completes checkpoints
         error.args = (f"step {step}: {error.args[0]}; {world.share(last + also)}{causes.failed}",)
@@ -307,7 +347,7 @@ class _Books:
         elif cause and cause.samples:
             key, value = "on_nonfinite", "skip:3"
         else:
-            return f"halfstep report {self._folder.parent}" if cause else ""
+            return f"halfstep report {self._path}" if cause else ""
         if self._session.config.TASK == "module":
             return typed_trainer(resume, {key: value})
         begin = "the same command with " + ("--resume " if resume else "")

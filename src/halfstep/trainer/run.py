@@ -30,17 +30,19 @@ from typing import IO, Any, Literal, TypeVar
 
 import torch
 
-from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SpikeError
-from halfstep.files import Where, below, write_whole
+from halfstep.distributed.world import World
+from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, SpikeError
+from halfstep.files import Where, write_whole
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
 from halfstep.trainer.checkpoint import (
-    CHECKPOINTS,
     EXPORTED,
+    Checkpoint,
     Exported,
     checkpoint_path,
     exported,
+    folders_of,
     list_checkpoints,
     load_checkpoint,
     set_aside,
@@ -58,6 +60,8 @@ from halfstep.trainer.session import Session
 
 Config = TypeVar("Config", bound=BaseConfig)
 Say = Callable[[str], None]
+Resume = Literal["", "newest", "last-good"]
+"""Where a run begins: anew, at its newest checkpoint, or at the newest that can be read."""
 
 # Files that a process may have left when it was killed while it created the folder.
 _UNFINISHED = {"run.lock", "tokenizer", "prompt.json", "env.json", "config.toml.tmp"}
@@ -103,6 +107,22 @@ def require_fresh(path: Path) -> None:
         raise ConfigError(f"run.output_dir={path} exists and is not an empty folder")
 
 
+def begin(world: World, path: Path, how: Resume) -> Resume:
+    """Where to begin in a run's folder; a launcher's later attempt goes on with its own run.
+
+    Raises:
+        ConfigError: As :func:`require_fresh` does, for a new run.
+    """
+    # only rank 0 looks, as a shared file system may show a new folder to others later
+    held = world.share("held" if is_run(path) else "")
+    before = world.remember(f"a run in {path}", held)
+    if world.attempt > 0 and (how or (held and not before)):
+        return "last-good"  # nobody is there to choose
+    if not how:
+        world.main_only(lambda: require_fresh(path))
+    return how
+
+
 def create_run(path: Path, session: Session) -> IO[str]:
     """Make the folder, lock it as :func:`lock_run` does, and write what describes the run.
 
@@ -114,6 +134,11 @@ def create_run(path: Path, session: Session) -> IO[str]:
     lock = lock_run(path)
     try:
         require_fresh(path)  # another process may have made a run of it in the meantime
+        if held := list_checkpoints(*folders_of(session.config.run, path)):
+            raise ConfigError(
+                f"{held[-1]} exists already; choose an empty folder for run.checkpoint_dir and "
+                "run.second_dir, or go on with its run by --resume"
+            )
         session.task.save(path)
         report = environment(session.device) | {"auto": session.auto}
         (path / "env.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -175,15 +200,20 @@ def finish_run(session: Session, path: Path) -> str:
 
     On rank 0 alone. The message is empty where nothing is written.
     """
-    folder = path / CHECKPOINTS
     session.report_best(path)  # a kill may have come between a checkpoint and its report
 
     def best() -> Exported:
         step = session.best.step if session.best and session.task.keeps_best else None
-        found = list_checkpoints(folder)[-1] if step is None else checkpoint_path(folder, step)
-        return exported(load_checkpoint(found, kinds=EXPORTED))
+        found = _of_step(step, folders_of(session.config.run, path))
+        return exported(load_checkpoint(found[-1], kinds=EXPORTED))
 
     return session.task.finish(path, best)
+
+
+def _of_step(step: int | None, folders: list[Any]) -> list[Any]:
+    """The checkpoints of a step, or all, in a run's folders, oldest first."""
+    found = list_checkpoints(*folders)
+    return [c for c in found if step is None or str(c).endswith(checkpoint_path("", step))]
 
 
 # Settings that a resumed run may change: its length (which stretches the cosine), what it reports,
@@ -192,46 +222,67 @@ RESUMABLE = frozenset(
     {"on_nonfinite", "on_spike", "parallel", "grad_accum", "compile",
      "rank_timeout", "max_steps", "min_steps", "epochs", "eval_every",
      "eval_batches", "lost_update_every", "health_every", "watch", "save_every", "keep",
-     "output_dir", "data.train", "data.validation", "data.dev"}
+     "output_dir", "checkpoint_dir", "second_dir", "save_deadline",
+     "data.train", "data.validation", "data.dev"}
 )  # fmt: skip
 
 
-Resume = Literal["", "newest", "last-good"]
-"""Where a run begins: anew, at its newest checkpoint, or at the newest that can be read."""
-
-
 def resume(
-    session: Session, checkpoints: Where, how: Resume = "newest", say: Say = lambda _: None
+    session: Session,
+    checkpoints: Where | list[Any],
+    how: Resume = "newest",
+    say: Say = lambda _: None,
 ) -> Any:
-    """Restore a session from its newest checkpoint; return its path, or None if there is none.
+    """Restore a session from the newest checkpoint of a folder or several; return it, or None.
 
-    Where ``how`` is ``"last-good"``, one that cannot be read on some rank is told, and set aside.
+    Where ``how`` is ``"last-good"``, one that cannot be read on some rank is told, and set aside,
+    and a folder that cannot be reached is told, if there is a checkpoint in another.
     """
+    folders = checkpoints if isinstance(checkpoints, list) else [checkpoints]
     world, damaged = session.world, []
-    names = [str(path).rpartition("/")[2] for path in list_checkpoints(checkpoints)]
-    found = [below(checkpoints, name) for name in world.share(" ".join(names)).split()]
-    for path in reversed(found):
-        error: CheckpointError | PeerError | None = None
+    loaded: dict[str, Checkpoint] = {}
+    found = world.gather(lambda: _reached(folders, how, say) if world.is_main else [])[0]
+
+    def load() -> CheckpointError | None:
         try:
-            checkpoint = load_checkpoint(path, session.shards, world=world)
-        except CheckpointError as caught:
-            error = caught
-        if not world.largest(int(error is not None)):
+            loaded["it"] = load_checkpoint(place, session.shards, world=world)
+        except CheckpointError as error:
+            return error
+        return None
+
+    for place in reversed(found):
+        errors = [error for error in world.gather(load) if error]
+        if not errors:
             break
-        error = error or PeerError(f"{path}: another rank cannot read it, and tells why")
-        if how != "last-good" or path == found[0]:
-            raise error
-        say(f"note: {error}; it is set aside")
-        damaged.append(path)
+        if how != "last-good" or place == found[0]:
+            raise errors[0]
+        say(f"note: {errors[0]}; it is set aside")
+        damaged.append(place)
     else:
         return None
-    session.restore(checkpoint, path)
+    session.restore(loaded["it"], place)
     world.main_only(lambda: [*map(set_aside, damaged)])
     best = session.best
-    kept = best and checkpoint_path(checkpoints, best.step) in list_checkpoints(checkpoints)
-    if not world.share("kept" if kept else ""):
+    if best and not world.share("kept" * any(_of_step(best.step, folders))):
         session.best = None  # its checkpoint is gone, so a later evaluation must become the best
-    return path
+    return place
+
+
+def _reached(folders: list[Any], how: Resume, say: Say) -> list[Any]:
+    """The checkpoints to go on from, oldest first."""
+    reached, lost = [], None
+    for folder in folders:
+        try:
+            list_checkpoints(folder)
+            reached.append(folder)
+        except CheckpointError as error:
+            lost = error
+    found = list_checkpoints(*reached)
+    if lost and not (found and how == "last-good"):
+        raise lost
+    if lost:
+        say(f"note: {lost}; what is there is passed over")
+    return found
 
 
 def resumed(
@@ -362,7 +413,7 @@ def _go_on(session: Session, path: Path, how: Resume, say: Say) -> None:
     before, now = run_config(path, notes).precision, session.config.precision
     for note in notes:
         say(f"note: {note}")
-    origin = resume(session, path / CHECKPOINTS, how, say)
+    origin = resume(session, folders_of(session.config.run, path), how, say)
     session.world.main_only(
         lambda: write_whole(path / "config.toml", config_to_toml(session.config))
     )

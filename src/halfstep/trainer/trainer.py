@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch import nn
@@ -27,9 +27,10 @@ from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
+    Resume,
+    begin,
     default_run_folder,
     execute,
-    require_fresh,
     resumed,
     run_config,
     with_run_folder,
@@ -190,12 +191,13 @@ class Trainer:
         """
         self.session.stop_asked = True
 
-    def train(self, *, resume: bool = False) -> TrainResult:
+    def train(self, *, resume: bool | Literal["last-good"] = False) -> TrainResult:
         """Train to the end; all ranks call it together.
 
         Args:
             resume: Go on with the run in ``output_dir`` from its newest checkpoint, bit for bit, or
-                in another precision.
+                in another precision; ``"last-good"``: from the newest that can be read. Where
+                ``torchrun --max-restarts`` starts the program again, it goes on so by itself.
 
         Raises:
             NonFiniteError: If a numerics guard stops the run; the last checkpoint is intact.
@@ -203,20 +205,21 @@ class Trainer:
             HalfstepError: For a folder, layout or checkpoint that cannot be used.
         """
         run = self._config.run
+        how: Resume = "newest" if resume is True else resume or ""
+        if how not in get_args(Resume):
+            raise ConfigError(f"train(resume={resume!r}); allowed: True, False or 'last-good'")
         if resume and not run.output_dir:
             raise ConfigError("train(resume=True) needs Trainer(output_dir=), the run's folder")
         kind = choose_device(run.device).type
         own = not (dist.is_available() and dist.is_initialized())
         world = open_world(kind, timeout_seconds=run.rank_timeout) if own else World.around_group()
         with world if own else nullcontext():
-            config, path = self._placed(world, resume)
+            config, path, resuming = self._placed(world, how)
             keep_freed_memory(sharded=Layout.of(config.run.parallel).shard > 1)
             self._session = session = open_session(config, world=world, opens=self._open)
             session.followed = bool(self._callbacks)
             try:
-                outcome = execute(
-                    session, path, self._say, self._ticked, resuming="newest" if resume else ""
-                )
+                outcome = execute(session, path, self._say, self._ticked, resuming=resuming)
             finally:
                 session.precision.close()
                 self._session = None
@@ -231,17 +234,16 @@ class Trainer:
                 last.stopped_by if last else "",
             )
 
-    def _placed(self, world: World, resume: bool) -> tuple[Any, Path]:
+    def _placed(self, world: World, how: Resume) -> tuple[Any, Path, Resume]:
         run = self._config.run
         device = choose_device(run.device, world.local_rank)
         folder = run.output_dir or str(default_run_folder(self._config, device))
         path = Path(world.share(folder))
-        if resume:
-            saved = run_config(path)
-            wanted = self._config.filled(saved)
-            return resumed(saved, wanted, path, other_precision=True), path
-        world.main_only(lambda: require_fresh(path))
-        return with_run_folder(self._config, path), path
+        if not (how := begin(world, path, how)):
+            return with_run_folder(self._config, path), path, how
+        saved = run_config(path)
+        wanted = self._config.filled(saved)
+        return resumed(saved, wanted, path, other_precision=True), path, how
 
     def _open(self, config: Any, world: World, layout: Layout) -> ModuleTask:
         self._silent = self._quiet or not world.is_main

@@ -86,22 +86,13 @@ class Ranks:
         self.rank, self.size, self.is_main = rank, len(box), rank == 0
         self.box, self.barrier = box, barrier
 
-    def gather(self, value):
+    def gather(self, work):
+        value = work()
         self.box[self.rank] = value
         self.barrier.wait(30)
         found = [*self.box]
         self.barrier.wait(30)
         return found
-
-    def main_only(self, work):
-        result = error = None
-        try:
-            result = work() if self.is_main else None
-        except Exception as raised:
-            error = raised
-        if any(self.gather(error is not None)):
-            raise error or PeerError("rank 0 failed")
-        return result
 
 
 def save_side_by_side(folder, step, states, keep=2):

@@ -27,6 +27,8 @@ from halfstep.trainer.data.records import HUB_PREFIX
 
 _PATHS = {"train", "validation", "dev", "tokenizer", "source"}
 """Keys of a section that may name a file or folder, among other things."""
+_FOLDERS = ("checkpoint_dir", "second_dir")
+"""Keys of section ``run`` that name folders, which need not exist, or URLs."""
 
 
 def shipped_configs() -> dict[str, str]:
@@ -123,6 +125,8 @@ def config_to_table(config: BaseConfig) -> dict[str, Any]:
     for part in table.values():
         if isinstance(part, dict):
             part |= {key: _absolute(part[key]) for key in _PATHS & part.keys()}
+    run = table["run"]
+    run |= {k: os.path.abspath(run[k]) for k in _FOLDERS if run[k] and "://" not in run[k]}
     return table
 
 

@@ -149,6 +149,19 @@ class RunConfig:
         2, "Checkpoints to keep; older ones are removed after a newer one is safely written."
     )
     output_dir: str = option("", "Run folder; empty: runs/NAME-PRECISION-TIME.")
+    checkpoint_dir: str = option(
+        "",
+        "Folder or URL of this run's checkpoints, such as s3://bucket/run or memory://run (by "
+        "fsspec); empty: checkpoints/ in the run folder.",
+    )
+    second_dir: str = option(
+        "", "Folder or URL for checkpoints that cannot be written to the first one; empty: none."
+    )
+    save_deadline: Amount = option(
+        1800.0,
+        "Seconds for which training goes on though no checkpoint can be written; then the run ends "
+        "with code 75. 0: at once.",
+    )
     parallel: Parallel = option(
         "",
         'Sizes of the mesh axes that ranks share the work on, of "data=2,shard=2,tensor=2" any '

@@ -14,9 +14,9 @@ from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
-    CHECKPOINTS,
     EXPORTED,
     exported,
+    folders_of,
     list_checkpoints,
     load_checkpoint,
 )
@@ -126,9 +126,10 @@ class TrainedText(Trained):
 
     def load(self) -> None:
         """Load the newest checkpoint of a run in fp32."""
-        found = list_checkpoints(self.path / CHECKPOINTS)
+        folders = folders_of(self.config.run, self.path)
+        found = list_checkpoints(*folders)
         if not found:
-            raise CheckpointError(f"{self.path / CHECKPOINTS}: no checkpoint has been written")
+            raise CheckpointError(f"{folders[0]}: no checkpoint has been written")
         checkpoint = load_checkpoint(found[-1], kinds=EXPORTED)
         weights = exported(checkpoint).weights
         self.tokenizer = load_tokenizer(self.path / "tokenizer")

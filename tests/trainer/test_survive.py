@@ -1,0 +1,141 @@
+"""Runs whose storage fails: a second folder, time without saving, and what a resume then finds."""
+
+import errno
+import os
+import resource
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from tests.trainer.runs import metrics, newest
+from tests.trainer.test_trainer import assert_same_state, trainer
+
+from halfstep import files
+from halfstep.diagnostics.metrics import append_line
+from halfstep.errors import ConfigError, NonFiniteError, PartedError, StorageError
+from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Make writing below a folder fail: ``failing(folder, errno)``; 0 mends it."""
+    codes, real = {}, LocalFileSystem.open
+    monkeypatch.setattr(files, "_WAITS", (0.0, 0.0))
+
+    def opened(self, path, mode="rb", **more):
+        for folder, code in codes.items():
+            if code and "w" in mode and str(path).startswith(f"{folder}/"):
+                raise OSError(code, os.strerror(code))
+        return real(self, path, mode, **more)
+
+    monkeypatch.setattr(LocalFileSystem, "open", opened)
+    return lambda folder, code: codes.update({str(folder): code})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that nothing happens to."""
+    return trainer(tmp_path_factory.mktemp("whole") / "r", save_every=2).train().folder
+
+
+@pytest.mark.parametrize(
+    ("second", "code"),
+    [("{}/second", errno.EIO), ("memory://{}/second", errno.ENOSPC), ("file://{}/s", errno.EROFS)],
+)
+def test_a_checkpoint_goes_to_the_second_folder_and_a_resume_finds_it(
+    tmp_path, failing, whole, second, code
+):
+    second, said = second.format(tmp_path), []
+    first = tmp_path / "r" / "checkpoints"
+
+    def watch(tick):
+        said.extend(tick.verdicts)
+        failing(first, code if tick.record.step in (2, 3, 4, 5) else 0)
+        if tick.record.step == 6:
+            raise KeyboardInterrupt
+
+    given = {"second_dir": second, "save_every": 2}
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "r", callbacks=[watch], **given).train()
+    assert [p.name for p in list_checkpoints(first)] == ["step-00000002"]
+    assert [str(p)[-1] for p in list_checkpoints(second)] == ["4", "6"]
+    assert sum("SAVED IN THE SECOND FOLDER, as " in text for text in said) == 2
+    trainer(tmp_path / "r", **given).train(resume=True)
+    assert_same_state(tmp_path / "r", whole)
+    assert metrics(tmp_path / "r") == metrics(whole)
+    failing(first, code)
+    with pytest.raises(ConfigError, match="exists already; choose an empty folder"):
+        trainer(tmp_path / "other", **given).train()
+
+
+@pytest.mark.parametrize("deadline", [600.0, 0.0])
+def test_training_goes_on_without_saving_until_the_deadline(tmp_path, failing, whole, deadline):
+    first, said = tmp_path / "r" / "checkpoints", []
+
+    def watch(tick):
+        said.extend(tick.verdicts)
+        failing(first, errno.ENOSPC if 2 <= tick.record.step < 8 else 0)
+
+    made = trainer(tmp_path / "r", callbacks=[watch], save_every=2, save_deadline=deadline)
+    if not deadline:
+        with pytest.raises(StorageError, match=r"No space.*step-00000002, is intact") as error:
+            made.train()
+        assert error.value.exit_code == 75
+        failing(first, 0)
+        trainer(tmp_path / "r", save_every=2).train(resume="last-good")
+    else:
+        made.train()
+        assert sum(text.startswith("NOT SAVED: ") and "code 75" in text for text in said) == 3
+    assert_same_state(tmp_path / "r", whole)
+    assert {p.name for p in first.iterdir()} <= {p.name for p in (whole / "checkpoints").iterdir()}
+
+
+def test_checkpoints_by_url_and_last_good_over_both_folders(tmp_path, whole):
+    given = {"checkpoint_dir": f"memory://{tmp_path}/c", "save_every": 2}
+    second = tmp_path / "second"
+
+    def watch(tick):
+        if tick.record.step == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "r", second_dir=str(second), callbacks=[watch], **given).train()
+    assert not (tmp_path / "r" / "checkpoints").exists()
+    bad = list_checkpoints(given["checkpoint_dir"])[-1] + "/shard-00001-model-00001.safetensors"
+    files.write_hashed(bad, files.read_whole(bad)[:-1] + b"x")
+    with pytest.raises(ConfigError, match="allowed: True, False or 'last-good'"):
+        trainer(tmp_path / "r", **given).train(resume="newest good")
+    trainer(tmp_path / "r", second_dir=str(second), **given).train(resume="last-good")
+    ended = load_checkpoint(list_checkpoints(given["checkpoint_dir"])[-1])
+    for name, weight in newest(whole).weights.items():
+        assert bool((ended.weights[name] == weight).all()), name
+    assert "damaged-step-00000008" in files.names_in(given["checkpoint_dir"])
+    given["checkpoint_dir"] = "nowhere://c"
+    with pytest.raises(Exception, match="nowhere"):
+        trainer(tmp_path / "n", **given).train()
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):
+    path, (soft, hard) = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, hard))  # the first bytes of a line still fit
+    try:
+        with pytest.warns(UserWarning, match="too large.*kept for later"):
+            append_line(path, {"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    append_line(path, {"step": 2})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_ranks_that_have_parted_are_what_a_nan_tells(tmp_path, monkeypatch):
+    """A flipped weight may overflow: the run starts again, where it would stop for good."""
+
+    def parted(self):
+        raise PartedError("rank 1 differs from rank 0 in weight")
+
+    made = trainer(tmp_path / "r", learning_rate=1e38, warmup_steps=0, precision="fp32")
+    with pytest.raises(NonFiniteError):
+        made.train()
+    made = trainer(tmp_path / "s", learning_rate=1e38, warmup_steps=0, precision="fp32")
+    monkeypatch.setattr("halfstep.precision.scaling.gradients.OneRank.agree", parted)
+    with pytest.raises(PartedError):
+        made.train()
