@@ -45,7 +45,7 @@ class Device(DevicePath):
         session.loss_sum = forward
 
     def decide(self, loss, gradients, max_norm):
-        return Decided(self, self.steps._examiner.judge(loss, gradients), gradients, max_norm)
+        return Decided(self, self.steps.judge(loss, gradients), gradients, max_norm)
 
 
 class Decided:
