@@ -112,6 +112,19 @@ def test_an_exploded_loss_is_answered_by_the_learning_rate(policy):
     assert "learning rate" not in first_cause(precision, loss, x).remedy
 
 
+@pytest.mark.parametrize("exploded", [True, False])
+def test_a_row_that_fp32_bears_does_not_hide_an_exploded_loss(exploded):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    precision = Precision("fp16-mixed", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    precision.progress.losses.extend([(1, 1.0), (2, 9.0), (3, 30.0)] if exploded else [])
+    x = torch.randn(32, 8)
+    x[3] = 1e6
+    cause = first_cause(precision, lambda x: model(x).float().abs().mean(), x)
+    assert cause.samples == (3,)
+    assert cause.remedy.startswith("lower the learning rate") == exploded, cause
+
+
 def test_a_loss_that_no_operation_in_sight_made():
     loss = torch.full((), float("nan"), requires_grad=True)
     cause = first_cause(torch.nn.Linear(1, 1), lambda batch: loss, torch.ones(2))

@@ -256,9 +256,9 @@ class Cause:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss had left its past, no sample is to blame, and weights make such."""
+        """Whether the loss had left its past, for which no sample is to blame, by its weights."""
         of_weights = "overflow", "weight not finite", "log or div", "invalid operation", "inf - inf"
-        return bool(self.slower) and not self.samples and self.cause_class.startswith(of_weights)
+        return bool(self.slower) and self.cause_class.startswith(of_weights)
 
     @property
     def remedy(self) -> str:

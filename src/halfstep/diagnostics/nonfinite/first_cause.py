@@ -472,8 +472,10 @@ def search(
         with suppress(Exception):  # it cannot run in fp32: that proves nothing
             unlike, value = again(batches[at], wide)
             fits = () if unlike else (value,)
-    # a loss in fp32 may be that of a single sample, unless these were tried
-    told = "" if slower is None else slower(*(() if samples is None else fits))
+    # a loss in fp32 may be that of a single sample, unless these were tried; and a sample that
+    # fp32 does not bear is to blame, whatever the loss has been
+    blamed = samples and not fits
+    told = "" if slower is None or blamed else slower(*(fits if samples == () else ()))
     if cause.cause_class == "data not finite" and _all_finite(batches[at]):
         cause = replace(cause, cause_class="not finite outside the batch")
     cause = replace(cause, micro_batch=at + 1, micro_batches=len(batches))
