@@ -11,7 +11,7 @@ import torch.distributed.pipelining as pipelining
 from torch import nn
 
 import halfstep
-from halfstep import OneRank, Precision, PrecisionError, Stages
+from halfstep import ManyRanks, OneRank, Precision, PrecisionError, Stages
 
 MICRO, STEPS = 4, 3
 NAMES = "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"
@@ -118,6 +118,27 @@ def refused(rank):
     if rank:
         with pytest.raises(PrecisionError, match="run the schedule inside"):
             used(torch.ones(1), torch.ones(1))
+
+
+def parted(rank):
+    """One stage on two ranks, whose copies are no longer alike."""
+    model = nn.Linear(2, 2)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    stages = Stages(alone[rank], copies=ManyRanks("cpu"))
+    precision = precision_of(model, "fp32", stages)
+    with torch.no_grad():
+        model.bias += rank
+    try:
+        precision.ranks.agree()
+    except PrecisionError as error:
+        return str(error)
+
+
+def test_copies_of_a_stage_that_have_parted_are_told_when_asked(pool2):
+    for text in pool2.run(parted):
+        assert "rank 1 differs from rank 0 in bias" in text
 
 
 def test_a_schedule_without_the_scaled_loss_is_refused_on_all_stages(pool2):

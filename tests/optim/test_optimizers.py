@@ -147,6 +147,15 @@ def test_a_number_out_of_range_is_refused_by_torch(name, options, said):
         OPTIMIZERS[name]([parameter(3)], **options)
 
 
+@pytest.mark.parametrize("wrong", [{"lr": -1}, {"eps": 0}, {"betas": (1.5, 0.9)},
+                                   {"weight_decay": float("nan")}])  # fmt: skip
+def test_a_number_out_of_range_is_refused_in_a_group_too(wrong):
+    optimizer = OPTIMIZERS["adamw"]([parameter(3)])
+    with pytest.raises(PrecisionError, match="Invalid "):
+        optimizer.add_param_group({"params": [parameter(3)], **wrong})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_parameters_of_other_dtypes_or_shared_memory_are_refused():
     for dtype in (torch.float16, torch.float64, torch.complex64):
         with pytest.raises(PrecisionError, match=rf"\(3, 4\) is {dtype}; .*fp16-master"):

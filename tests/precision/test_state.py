@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
-from halfstep import Precision, PrecisionError
+from halfstep import Precision, PrecisionError, optim
 from reference.training import (
     CPU_POLICIES,
     MASTERS,
@@ -124,6 +125,36 @@ def test_a_state_of_another_policy_is_refused(of, to):
     assert str(parts[2].policy) in str(caught.value)
     assert saved["policy"] in str(caught.value)
     assert differences(before, frozen_state(parts)) == []
+
+
+@pytest.mark.parametrize("wrong", [{"applied_total": -3}, {"skipped_total": 2.5},
+                                   {"skipped_in_a_row": "x"}, {"loss_scale": None}])  # fmt: skip
+def test_a_damaged_state_is_refused_and_changes_nothing(wrong):
+    parts = make("fp16-mixed")
+    before, saved = frozen_state(parts), parts[2].state_dict() | wrong
+    for state in (saved, {k: v for k, v in saved.items() if k not in wrong}):
+        with pytest.raises(PrecisionError, match=f"has {next(iter(wrong))}="):
+            parts[2].load_state_dict(state)
+    assert differences(before, frozen_state(parts)) == []
+
+
+def test_a_subclass_with_a_step_of_its_own_keeps_its_moments():
+    class Told(optim.AdamW):
+        def step(self, *args, **options):
+            return super().step(*args, **options)
+
+    class Plain(optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    for kind in (Told, Plain):
+        model = nn.Linear(4, 4)
+        optimizer = kind(model.parameters(), lr=0.1)
+        precision = Precision("bf16-split", model, optimizer)
+        with precision.autocast():
+            loss = model(torch.ones(1, 4)).float().sum()
+        precision.step(loss)
+        assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["bf16-mixed", *MASTERS])

@@ -67,6 +67,22 @@ def test_a_checkpoint_goes_to_the_second_folder_and_a_resume_finds_it(
         trainer(tmp_path / "other", **given).train()
 
 
+def test_a_resume_with_another_folder_goes_on_from_the_one_before(tmp_path, failing, whole):
+    def stop(tick):
+        if tick.record.step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "r", callbacks=[stop], save_every=2).train()
+    given = {"save_every": 2, "checkpoint_dir": str(tmp_path / "moved")}
+    with pytest.raises(ConfigError, match="exists already"):  # of another run
+        trainer(tmp_path / "r", **given, second_dir=str(whole / "checkpoints")).train(resume=True)
+    trainer(tmp_path / "r", **given).train(resume=True)
+    assert metrics(tmp_path / "r") == metrics(whole)
+    last, wanted = list_checkpoints(tmp_path / "moved")[-1], list_checkpoints(whole / "checkpoints")
+    assert last.name == wanted[-1].name
+
+
 @pytest.mark.parametrize("deadline", [600.0, 0.0])
 def test_training_goes_on_without_saving_until_the_deadline(tmp_path, failing, whole, deadline):
     first, said = tmp_path / "r" / "checkpoints", []

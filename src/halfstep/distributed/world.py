@@ -176,7 +176,9 @@ class World:
         """
         if self.size == 1:
             return work()
-        clock = time.pthread_getcpuclockid(threading.get_ident())
+        clock = time.CLOCK_PROCESS_CPUTIME_ID
+        if sys.platform == "linux":
+            clock = time.pthread_getcpuclockid(threading.get_ident())
         state: Future[int] = Future()
         with ThreadPoolExecutor(1) as pool:
             met = pool.submit(self._meet, state, clock)

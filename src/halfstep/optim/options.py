@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, get_args
 
 import torch
@@ -51,6 +51,15 @@ def check_storage(update: Update | None, moments: Moments | None) -> None:
             raise PrecisionError(f"{key}={value!r}; allowed: {', '.join(get_args(kind))}")
 
 
+# Of the numbers in a group's options: torch's name, the condition, and the condition in words.
+_NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "lr": ("learning rate", lambda x: x >= 0, "lr >= 0"),
+    "eps": ("epsilon value", lambda x: x > 0, "eps > 0; with 0, elements at rest become NaN"),
+    "weight_decay": ("weight_decay value", lambda x: x >= 0, ">= 0"),
+    "momentum": ("momentum value", lambda x: x >= 0, ">= 0"),
+}
+
+
 def check_group(group: dict[str, Any], owner: str, has_masters: bool) -> None:
     """Refuse unknown or unsupported options, and parameters of unsupported dtype or strides."""
     rate = group.get("lr")
@@ -59,6 +68,11 @@ def check_group(group: dict[str, Any], owner: str, has_masters: bool) -> None:
             f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
             "number or a CPU tensor"
         )
+    for key, (name, holds, words) in _NUMBERS.items():
+        require_option(bool(key not in group or holds(group[key])), name, group.get(key), words)
+    for index, beta in enumerate(group.get("betas", ())):
+        name = f"beta parameter at index {index}"
+        require_option(0 <= beta < 1, name, beta, "betas: 0 <= beta < 1")
     for key in ("update", "moments", "seed"):
         if key in group:
             raise PrecisionError(

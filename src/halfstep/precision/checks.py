@@ -320,6 +320,14 @@ def check_state(
             f"{str(policy)!r}; resume with --precision {state.get('policy')}, or give the saved "
             "model's weights= to convert it"
         )
+    counts = ("applied_total", "skipped_total", "skipped_in_a_row")
+    wrong = [key for key in counts if type(state.get(key)) is not int or state[key] < 0]
+    wrong += ["loss_scale"] * (not isinstance(state.get("loss_scale"), Mapping))
+    if wrong:
+        raise PrecisionError(
+            f"the saved precision state has {wrong[0]}={state.get(wrong[0])!r}; allowed: what "
+            "Precision.state_dict() gave"
+        )
     masters, dtypes = dict(state.get("masters", {})), {torch.float32}
     if weights is not None and not masters:
         masters = {name: local_part(w) for name, w in weights.items() if name in parameters}

@@ -173,6 +173,18 @@ def list_checkpoints(*folders: Where) -> list[Any]:
     return [path for *_, path in sorted(found) if MANIFEST in names_in(path)]
 
 
+def reached(folders: Iterable[Where]) -> tuple[list[Any], CheckpointError | None]:
+    """The checkpoints of all folders that can be reached, and why another one cannot be."""
+    here, lost = [], None
+    for folder in folders:
+        try:
+            list_checkpoints(folder)
+            here.append(folder)
+        except CheckpointError as error:
+            lost = error
+    return list_checkpoints(*here), lost
+
+
 def set_aside(path: Where) -> None:
     """Rename a damaged checkpoint, so that another of its step can be written."""
     parent, _, name = str(path).rpartition("/")

@@ -38,7 +38,7 @@ from halfstep.shown import typed_trainer
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
     folders_of,
-    list_checkpoints,
+    reached,
     save_checkpoint,
 )
 from halfstep.trainer.compiling import compile_seconds, measured_convolutions
@@ -275,6 +275,7 @@ class _Books:
         """
         session, run = self._session, self._session.config.run
         failed: CheckpointError | None = None
+        passing = False  # whether a later save may succeed
         session.precision.ranks.agree()  # never save ranks that disagree
         best = session.best.step if session.best and session.task.keeps_best else None
         state = session.checkpoint()
@@ -284,7 +285,7 @@ class _Books:
                     folder, session.step, state, run.keep, session.world, spared=best
                 )
             except CheckpointError as error:
-                failed = failed or error
+                failed, passing = failed or error, passing or isinstance(error, StorageError)
                 continue
             self._failing_since = None
             if failed:
@@ -293,7 +294,7 @@ class _Books:
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         left = self._failing_since + run.save_deadline - now
-        over = last or left <= 0 or not isinstance(failed, StorageError)
+        over = last or left <= 0 or not passing
         if failed and session.world.largest(int(over)):
             raise failed
         self.news.append(
@@ -329,14 +330,15 @@ class _Books:
             self.write(record)
         except HalfstepError as failed:  # report the first cause; this goes at its end
             also += f"; {failed}"
-        kept = list_checkpoints(*self._folders)
-        last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
         # rank 0 writes metrics and completes checkpoints
-        error.args = (f"step {step}: {error.args[0]}; {world.share(last + also)}{causes.failed}",)
+        kept = reached(self._folders)[0] if world.is_main else []
+        last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
+        last = world.share(last + also)
+        error.args = (f"step {step}: {error.args[0]}; {last}{causes.failed}",)
         error.typed = ""
         if isinstance(error, NonFiniteError):
             error.first_cause = cause
-            error.typed = self._typed(cause, causes.rate, resume=bool(kept))
+            error.typed = self._typed(cause, causes.rate, resume=last.startswith("the last"))
 
     def _typed(self, cause: Cause | None, rate: float, *, resume: bool) -> str:
         """What to type after a run that has stopped at what is not finite."""

@@ -21,7 +21,7 @@ import fcntl
 import json
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +45,7 @@ from halfstep.trainer.checkpoint import (
     folders_of,
     list_checkpoints,
     load_checkpoint,
+    reached,
     set_aside,
 )
 from halfstep.trainer.config.config import (
@@ -134,11 +135,7 @@ def create_run(path: Path, session: Session) -> IO[str]:
     lock = lock_run(path)
     try:
         require_fresh(path)  # another process may have made a run of it in the meantime
-        if held := list_checkpoints(*folders_of(session.config.run, path)):
-            raise ConfigError(
-                f"{held[-1]} exists already; choose an empty folder for run.checkpoint_dir and "
-                "run.second_dir, or go on with its run by --resume"
-            )
+        _require_free(*folders_of(session.config.run, path))
         session.task.save(path)
         report = environment(session.device) | {"auto": session.auto}
         (path / "env.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -210,9 +207,19 @@ def finish_run(session: Session, path: Path) -> str:
     return session.task.finish(path, best)
 
 
+def _require_free(*folders: Where) -> None:
+    if held := list_checkpoints(*folders):
+        raise ConfigError(
+            f"{held[-1]} exists already; choose an empty folder for run.checkpoint_dir and "
+            "run.second_dir, or go on with its run by --resume"
+        )
+
+
 def _of_step(step: int | None, folders: list[Any]) -> list[Any]:
     """The checkpoints of a step, or all, in a run's folders, oldest first."""
-    found = list_checkpoints(*folders)
+    found, lost = reached(folders)
+    if lost and not found:
+        raise lost
     return [c for c in found if step is None or str(c).endswith(checkpoint_path("", step))]
 
 
@@ -232,8 +239,11 @@ def resume(
     checkpoints: Where | list[Any],
     how: Resume = "newest",
     say: Say = lambda _: None,
+    before: Iterable[Where] = (),
 ) -> Any:
     """Restore a session from the newest checkpoint of a folder or several; return it, or None.
+
+    It may also be in the folders that the run had ``before``.
 
     Where ``how`` is ``"last-good"``, one that cannot be read on some rank is told, and set aside,
     and a folder that cannot be reached is told, if there is a checkpoint in another.
@@ -241,7 +251,8 @@ def resume(
     folders = checkpoints if isinstance(checkpoints, list) else [checkpoints]
     world, damaged = session.world, []
     loaded: dict[str, Checkpoint] = {}
-    found = world.gather(lambda: _reached(folders, how, say) if world.is_main else [])[0]
+    every = [*folders, *(folder for folder in before if folder not in folders)]
+    found = world.gather(lambda: _reached(every, how, say) if world.is_main else [])[0]
 
     def load() -> CheckpointError | None:
         try:
@@ -263,21 +274,14 @@ def resume(
     session.restore(loaded["it"], place)
     world.main_only(lambda: [*map(set_aside, damaged)])
     best = session.best
-    if best and not world.share("kept" * any(_of_step(best.step, folders))):
+    if best and not world.share("kept" * (world.is_main and any(_of_step(best.step, folders)))):
         session.best = None  # its checkpoint is gone, so a later evaluation must become the best
     return place
 
 
 def _reached(folders: list[Any], how: Resume, say: Say) -> list[Any]:
     """The checkpoints to go on from, oldest first."""
-    reached, lost = [], None
-    for folder in folders:
-        try:
-            list_checkpoints(folder)
-            reached.append(folder)
-        except CheckpointError as error:
-            lost = error
-    found = list_checkpoints(*reached)
+    found, lost = reached(folders)
     if lost and not (found and how == "last-good"):
         raise lost
     if lost:
@@ -410,10 +414,14 @@ def _introduce(session: Session, say: Say) -> None:
 
 def _go_on(session: Session, path: Path, how: Resume, say: Say) -> None:
     notes: list[str] = []
-    before, now = run_config(path, notes).precision, session.config.precision
+    saved, now = run_config(path, notes), session.config.precision
+    before, earlier = saved.precision, folders_of(saved.run, path)
     for note in notes:
         say(f"note: {note}")
-    origin = resume(session, folders_of(session.config.run, path), how, say)
+    second = session.config.run.second_dir
+    if second and second not in earlier:
+        session.world.main_only(lambda: _require_free(second))
+    origin = resume(session, folders_of(session.config.run, path), how, say, earlier)
     session.world.main_only(
         lambda: write_whole(path / "config.toml", config_to_toml(session.config))
     )

@@ -258,10 +258,11 @@ class MasterWeights:
 
     def _cast_states_(self) -> None:
         """Cast what stock optimizers hold already, of Adagrad or of steps, as new state is."""
+        stock = [o for o in self._looking if not isinstance(o, OwnOptimizer)]
         with self.installed():
             for optimizer in self._optimizers:
                 for target, state in optimizer.state.items():
-                    for name, value in state.items() if optimizer in self._looking else ():
+                    for name, value in state.items() if optimizer in stock else ():
                         if isinstance(value, Tensor) and value.dim() and value.is_floating_point():
                             state[name] = value.to(target.dtype)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -134,8 +135,16 @@ class OwnOptimizer(Optimizer):
 
 def takes_gradients(optimizer: Optimizer) -> bool:
     """Whether ``step`` accepts ``gradients=``; a user's subclass may override it without."""
-    own: Any = type(optimizer).step
-    return isinstance(optimizer, OwnOptimizer) and own.__module__.startswith("halfstep.")
+    kind: Any = type(optimizer)
+    return isinstance(optimizer, OwnOptimizer) and _takes_gradients(kind)
+
+
+@cache
+def _takes_gradients(kind: type[Any]) -> bool:
+    accepted = inspect.signature(kind.step).parameters
+    return {"gradients", "multiplier"} <= accepted.keys() or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()
+    )
 
 
 def with_inner(optimizers: Iterable[Optimizer]) -> list[Optimizer]:

@@ -152,18 +152,25 @@ class LossScale:
 
     def load_state_dict(self, state: State) -> None:
         """Continue from :meth:`state_dict`; a scale that never moves must be the saved one."""
-        own, moves, limits = self.state_dict(), self._config.kind == "dynamic", self.limits
+        own, moves = self.state_dict(), self._config.kind == "dynamic"
         if set(state) != set(own) or not (moves or state == own):
             raise PrecisionError(
                 f"the saved loss scale is {state}, and this one {own}; it was saved by a run with "
                 "another precision policy"
             )
         if moves:
-            saved = ScaleState(**state)  # type: ignore[arg-type]
-            low, high = limits.min_scale, limits.max_scale
-            if not (low <= saved.value <= high and saved.good_steps < limits.growth_interval):
-                raise PrecisionError(f"the saved loss scale {state} does not fit {limits}")
-            self._take(saved)
+            self._take(self._checked(state))
+
+    def _checked(self, state: State) -> ScaleState:
+        value, good, left = (state[name] for name in ScaleState._fields)
+        limits = self.limits
+        if not (
+            (_is_power_of_two(value) and limits.min_scale <= value <= limits.max_scale)
+            and (_is_count(good) and 0 <= good < limits.growth_interval)
+            and (_is_count(left) and 0 <= left <= limits.hysteresis)
+        ):
+            raise PrecisionError(f"the saved loss scale {state} does not fit {limits}")
+        return ScaleState(float(value), int(good), int(left))
 
 
 LOSS_SCALE_FIELDS = tuple(field.name for field in fields(LossScaleConfig)[1:])

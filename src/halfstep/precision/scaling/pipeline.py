@@ -68,6 +68,10 @@ class Stages(ManyRanks):
             )
         return value, length
 
+    def agree(self) -> None:
+        """Compare all weights of the copies of this stage."""
+        self._copies.agree()
+
     def cannot(self) -> None:
         """Join the stages' :meth:`measure` as one that cannot step."""
         self._copies.cannot()

@@ -17,8 +17,8 @@ from halfstep.trainer.checkpoint import (
     EXPORTED,
     exported,
     folders_of,
-    list_checkpoints,
     load_checkpoint,
+    reached,
 )
 from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, TrainConfig
 from halfstep.trainer.data.batches import batch, require_block, validation_batches
@@ -127,9 +127,9 @@ class TrainedText(Trained):
     def load(self) -> None:
         """Load the newest checkpoint of a run in fp32."""
         folders = folders_of(self.config.run, self.path)
-        found = list_checkpoints(*folders)
+        found, lost = reached(folders)
         if not found:
-            raise CheckpointError(f"{folders[0]}: no checkpoint has been written")
+            raise lost or CheckpointError(f"{folders[0]}: no checkpoint has been written")
         checkpoint = load_checkpoint(found[-1], kinds=EXPORTED)
         weights = exported(checkpoint).weights
         self.tokenizer = load_tokenizer(self.path / "tokenizer")
