@@ -30,7 +30,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import types
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -490,7 +489,7 @@ def scalers() -> Seen:
     return each(SCALERS)
 
 
-# --- examples, and scripts that know nothing of halfstep ---
+# --- examples ---
 
 
 def example(name: str, *arguments: Any) -> Seen:
@@ -527,31 +526,6 @@ def engines() -> Seen:
             "gpt2_lora": lambda: example("gpt2_lora"),
             "lightning_module": lambda: example("lightning_module", "bf16-master", 2),
             "transformers_trainer": lambda: example("transformers_trainer"),
-        }
-    )
-
-
-def script(edits: Any, policy: str) -> list[str]:
-    """Train a script that knows nothing of halfstep as a user has edited it."""
-    module = sys.modules["golden_script"] = types.ModuleType("golden_script")
-    module.__dict__["policy"] = policy
-    source = edits.edited(own=policy == "bf16-split")
-    exec(compile(source, f"{edits.module}.py", "exec"), module.__dict__)
-    sys.argv = [f"{edits.module}.py"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        return thin([number(loss) for loss in module.main()])
-
-
-def scripts() -> Seen:
-    """Train every classic script in two policies."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from strangers.scripts.edits import SCRIPTS
-
-    return each(
-        {
-            f"{name} {policy}": functools.partial(script, edits, policy)
-            for name, edits in SCRIPTS.items()
-            for policy in ("bf16-mixed", "bf16-split" if edits.own else "fp16-mixed,init_scale=256")
         }
     )
 
@@ -604,7 +578,6 @@ QUICK = {
     "loops": loops,
     "scalers": scalers,
     "examples": examples,
-    "scripts": scripts,
 }
 SLOW = {"engines": engines, "ranks": ranks}
 
