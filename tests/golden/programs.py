@@ -389,47 +389,7 @@ LOOPS: dict[str, Callable[[], Seen]] = {
         lambda model: halfstep.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
     ),
     "refused: field": lambda: own_loop("bf16-mixed,reduce=fp8"),
-    "first cause": lambda: first_cause(),
-    "lost updates": lambda: lost_updates(),
-    "watch": lambda: watched(),
 }
-
-
-def first_cause() -> Seen:
-    """Let a layer of the net divide by zero."""
-    torch.manual_seed(0)
-    model = Net()
-    model.up.register_forward_hook(lambda module, inputs, out: out / (out - out))
-    with halfstep.trace_nonfinite(model) as trace:
-        loss_of(model, batches(1)[0])
-    return {"cause": lines(str(trace.first_cause))}
-
-
-def lost_updates() -> Seen:
-    """Measure the lost updates of a gain that bf16 freezes."""
-    gain = nn.Parameter(torch.ones(512, dtype=torch.bfloat16))
-    optimizer = torch.optim.AdamW([gain], lr=1e-3, weight_decay=0.0)
-    meter = halfstep.LostUpdateMeter(optimizer, every=1)
-    for _ in range(3):
-        gain.grad = torch.ones_like(gain)
-        optimizer.step()
-    (report,) = meter.report()
-    meter.close()
-    return {"report": [number(report.lost), report.verdict]}
-
-
-def watched() -> Seen:
-    """Watch a step's numbers, and print their table."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch_adamw(model)
-    precision = halfstep.Precision("bf16-mixed", model, optimizer)
-    with halfstep.watch(model, precision, every=1) as watch:
-        with precision.autocast():
-            loss = loss_of(model, batches(1)[0])
-        precision.step(loss)
-        report = watch.report()
-    return {"table": lines(str(report))}
 
 
 def loops() -> Seen:
