@@ -1,4 +1,4 @@
-"""Classification runs in one process: batches, losses, evaluation, the best state, resume."""
+"""Classification runs in one process: batches, losses, evaluation, the best state."""
 
 from __future__ import annotations
 
@@ -246,6 +246,3 @@ def test_the_best_checkpoint_survives(
     )
     report = json.loads((tmp_path / "r" / "report.json").read_text())
     assert report["step"] == best
-
-
-# --- resume ---
