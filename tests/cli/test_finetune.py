@@ -15,7 +15,6 @@ from tests.trainer.classifiers import (
 
 from halfstep.cli import train
 from halfstep.cli.main import main
-from halfstep.trainer.config.config import load_config
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +70,6 @@ def test_a_finished_run_has_nothing_to_do(finished, tmp_path, halfstep):
     shutil.rmtree(path / "model")  # and it gets its model back
     assert classify(halfstep, "--resume", "--output-dir", path, "--quiet")[0] == 0
     assert content(path / "model") == content(finished / "model")
-
-
-def test_a_finished_run_can_go_on_longer(finished, tmp_path, halfstep):
-    path = copy_of(finished, tmp_path / "r")
-    code, _, err = classify(halfstep, "--resume", "--output-dir", path, "--epochs", 1.3)
-    assert code == 0, err
-    assert "resumed from " in err
-    assert metrics(path)[:8] == metrics(finished)
-    assert [line["step"] for line in metrics(path)] == list(range(1, 13))  # 1.3 epochs of 9 steps
-    again = load_config(str(path / "config.toml"))
-    assert again.run.max_steps == 12
 
 
 def test_the_same_command_line_with_resume(files, finished, tmp_path, halfstep):

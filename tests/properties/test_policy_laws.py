@@ -1,4 +1,4 @@
-"""A combination is a policy or refused by the rules alone, and any text is one or an error of ours."""
+"""Which combinations are policies, and that any text is one or an error of ours."""
 
 import torch
 from hypothesis import given, strategies as st
