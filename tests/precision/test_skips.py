@@ -78,7 +78,7 @@ def bad_step(loop: Loop, name: str, data, micro: int, parameter: str, value: flo
     scale = precision.loss_scale.state_dict()
     total, row = precision.progress.skipped_total, precision.progress.skipped_in_a_row
     if name in DYNAMIC:
-        result = loop.step(data, (micro, [(parameter, value)]))
+        result = loop.step(data, (micro, [(parameter, value)]), max_norm=1.0)
         assert result.applied is False
         assert result.reason == ("nan_gradients" if math.isnan(value) else "overflow")
         assert result.nonfinite_parameters == (parameter,)
@@ -89,7 +89,7 @@ def bad_step(loop: Loop, name: str, data, micro: int, parameter: str, value: flo
     else:
         message = f"gradients of {parameter} under a finite .* no loss scale to lower; the weights"
         with pytest.raises(NonFiniteError, match=message) as caught:
-            loop.step(data, (micro, [(parameter, value)]))
+            loop.step(data, (micro, [(parameter, value)]), max_norm=1.0)
         assert caught.value.cause == "gradients"
         assert caught.value.parameters == (parameter,)
         assert parameter in str(caught.value)
