@@ -25,7 +25,8 @@ def files(tmp_path_factory):
 def words_of(files, path, *more, steps=6):
     """The words of a run that takes a second; later ones win."""
     given = ["--train", files[0], "--dev", files[1], "--model", "scratch:tiny", "--device", "cpu",
-             "--precision", "fp32", "--batch-size", 24, "--output-dir", path]  # fmt: skip
+             "--precision", "fp32", "--batch-size", 24, "--learning-rate", 0.03,
+             "--output-dir", path]  # fmt: skip
     return [*given, *(["--max-steps", steps] if steps else []), *more]
 
 
@@ -79,6 +80,9 @@ def test_the_same_command_line_with_resume(files, finished, tmp_path, halfstep):
     words = words_of(files, path, "--eval-every", 2, "--keep", 9, "--save-every", 1, "--quiet")
     assert classify(halfstep, *words, "--max-steps", 8, "--resume")[0] == 0
     assert metrics(path) == metrics(finished)
+    best = checkpoint_of(finished).state["best"]
+    assert checkpoint_of(path).state["best"] == best
+    assert best["step"] < 6  # is in the checkpoint that it goes on from
     for name, tensor in checkpoint_of(finished).weights.items():
         assert torch.equal(tensor, checkpoint_of(path).weights[name])
     # with a configuration by name: what the first start resolved is filled in
