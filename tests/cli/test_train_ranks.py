@@ -6,16 +6,13 @@ What needs no launcher: tests/distributed/test_train_command.py.
 from __future__ import annotations
 
 import os
-import signal
 
 import pytest
 from tests.cli.ranks import (
-    Run,
     alone,
     assert_same_state,
     numbers,
     ranks,
-    steps_of,
     tiny,
 )
 
@@ -73,15 +70,3 @@ def test_two_ranks_of_which_one_fails_in_the_last_save_are_two_micro_batches(
     # one rank of each attempt has printed the others
     assert err.count("2 ranks as data=2") == err.count("parameters, ") == 2
     assert err.count("step 4: validation loss") == 1
-
-
-def test_sigterm_to_all_processes_saves(corpus, tmp_path):
-    path = tmp_path / "r"
-    run = Run(["--nproc", 2, *tiny(corpus, path, steps=100_000, save=0), "--quiet"])
-    run.await_step(path, 3)
-    for pid in (*run.ranks().values(), run.process.pid):  # as a service manager does
-        os.kill(pid, signal.SIGTERM)
-    code, out, err = run.end()
-    assert code == 128 + signal.SIGTERM, err
-    assert "stopped by SIGTERM" in out
-    assert [p.name for p in (path / "checkpoints").iterdir()] == [f"step-{steps_of(path):08d}"]

@@ -180,17 +180,6 @@ def test_a_fault_is_found_in_the_first_step_and_its_rank_is_named(pool2):
     in_the_first_step(pool2, [(*kind, "fp16-mixed", 2, 1, 0) for kind in FAULTS])
 
 
-@distributed
-def test_a_hundred_faults_are_found(pool4):
-    policies = ("fp32", "bf16-mixed", "fp16-mixed", "fp32")
-    cases = [
-        (*kind, "fp16-mixed" if kind[0] == "scale" else policies[n % 4], 1 + n % 4, n * 7 % 4, n)
-        for kind in FAULTS
-        for n in range(12)
-    ]
-    in_the_first_step(pool4, cases)
-
-
 def ends(rank, how):
     """A rank that ends the wrong way under DDP, in a group that waits for three seconds."""
     group = dist.new_group(timeout=timedelta(seconds=3))

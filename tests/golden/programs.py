@@ -30,7 +30,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import types
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -390,47 +389,7 @@ LOOPS: dict[str, Callable[[], Seen]] = {
         lambda model: halfstep.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
     ),
     "refused: field": lambda: own_loop("bf16-mixed,reduce=fp8"),
-    "first cause": lambda: first_cause(),
-    "lost updates": lambda: lost_updates(),
-    "watch": lambda: watched(),
 }
-
-
-def first_cause() -> Seen:
-    """Let a layer of the net divide by zero."""
-    torch.manual_seed(0)
-    model = Net()
-    model.up.register_forward_hook(lambda module, inputs, out: out / (out - out))
-    with halfstep.trace_nonfinite(model) as trace:
-        loss_of(model, batches(1)[0])
-    return {"cause": lines(str(trace.first_cause))}
-
-
-def lost_updates() -> Seen:
-    """Measure the lost updates of a gain that bf16 freezes."""
-    gain = nn.Parameter(torch.ones(512, dtype=torch.bfloat16))
-    optimizer = torch.optim.AdamW([gain], lr=1e-3, weight_decay=0.0)
-    meter = halfstep.LostUpdateMeter(optimizer, every=1)
-    for _ in range(3):
-        gain.grad = torch.ones_like(gain)
-        optimizer.step()
-    (report,) = meter.report()
-    meter.close()
-    return {"report": [number(report.lost), report.verdict]}
-
-
-def watched() -> Seen:
-    """Watch a step's numbers, and print their table."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch_adamw(model)
-    precision = halfstep.Precision("bf16-mixed", model, optimizer)
-    with halfstep.watch(model, precision, every=1) as watch:
-        with precision.autocast():
-            loss = loss_of(model, batches(1)[0])
-        precision.step(loss)
-        report = watch.report()
-    return {"table": lines(str(report))}
 
 
 def loops() -> Seen:
@@ -490,7 +449,7 @@ def scalers() -> Seen:
     return each(SCALERS)
 
 
-# --- examples, and scripts that know nothing of halfstep ---
+# --- examples ---
 
 
 def example(name: str, *arguments: Any) -> Seen:
@@ -527,31 +486,6 @@ def engines() -> Seen:
             "gpt2_lora": lambda: example("gpt2_lora"),
             "lightning_module": lambda: example("lightning_module", "bf16-master", 2),
             "transformers_trainer": lambda: example("transformers_trainer"),
-        }
-    )
-
-
-def script(edits: Any, policy: str) -> list[str]:
-    """Train a script that knows nothing of halfstep as a user has edited it."""
-    module = sys.modules["golden_script"] = types.ModuleType("golden_script")
-    module.__dict__["policy"] = policy
-    source = edits.edited(own=policy == "bf16-split")
-    exec(compile(source, f"{edits.module}.py", "exec"), module.__dict__)
-    sys.argv = [f"{edits.module}.py"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        return thin([number(loss) for loss in module.main()])
-
-
-def scripts() -> Seen:
-    """Train every classic script in two policies."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from strangers.scripts.edits import SCRIPTS
-
-    return each(
-        {
-            f"{name} {policy}": functools.partial(script, edits, policy)
-            for name, edits in SCRIPTS.items()
-            for policy in ("bf16-mixed", "bf16-split" if edits.own else "fp16-mixed,init_scale=256")
         }
     )
 
@@ -604,7 +538,6 @@ QUICK = {
     "loops": loops,
     "scalers": scalers,
     "examples": examples,
-    "scripts": scripts,
 }
 SLOW = {"engines": engines, "ranks": ranks}
 

@@ -18,7 +18,7 @@ import pytest
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "programs.json").read_text(encoding="utf-8"))
-QUICK = ("commands", "resumed", "loops", "scalers", "examples", "scripts")
+QUICK = ("commands", "resumed", "loops", "scalers", "examples")
 SLOW = ("engines", "ranks")
 # Hashes; which gradients overflowed; the width of a table's columns.
 UNLIKE = re.compile(r"sha256 \w+| in [\w., ]+\b(?=\",?$)|(?<= ) +|-{2,}")

@@ -298,38 +298,3 @@ def test_what_leaves_no_room_for_a_scaler_is_refused(name, value, text, monkeypa
     with pytest.raises(PrecisionError, match=text):
         attach(acc)
     assert acc.scaler is None
-
-
-# Optimizers and policies of halfstep
-
-
-@pytest.mark.parametrize("policy", ["bf16-split", "fp16-mixed", "fp8,simulate=yes"])
-def test_precision_in_an_accelerate_loop(policy, tmp_path):
-    """Accelerate moves data and model; Precision has the backward and the step."""
-
-    def run(acc, steps, load=False):
-        model = net()
-        optimizer = OPTIMIZERS["halfstep"](model.parameters())
-        if acc is not None:
-            model = acc.prepare(model)
-        precision = halfstep.Precision(policy, model, optimizer)
-        if acc is not None:
-            acc.register_for_checkpointing(optimizer, precision)
-        if load:
-            acc.load_state(tmp_path)
-        for step in steps:
-            for part in range(2):
-                with precision.autocast():
-                    loss = loss_of(model, 2 * step + part) / 2
-                precision.backward(loss)
-            precision.step(max_norm=1.0)
-        return model
-
-    expected = bits(run(None, range(6)))
-    acc = accelerator()
-    assert same(bits(run(acc, range(6))), expected)
-    acc = accelerator()
-    run(acc, range(3))
-    acc.save_state(tmp_path)
-    acc = accelerator()
-    assert same(bits(run(acc, range(3, 6), load=True)), expected)

@@ -10,7 +10,6 @@ from every import every
 from halfstep import PrecisionError
 from halfstep.optim import Muon, muon_groups
 from halfstep.optim.moments import decode
-from halfstep.optim.muon import newton_schulz
 from halfstep.optim.state import stored_moment
 from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.policy.devices import cpu_has_bf16
@@ -18,10 +17,6 @@ from optim.test_optimizers import MOMENTS, numbers, parameter
 from reference.training import through_a_file
 
 SHAPES = [(48, 32), (32, 48), (40, 40), (1, 30), (30, 1)]
-
-
-def normal(shape, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def whole_numbers(shape, seed: int) -> torch.Tensor:
@@ -32,18 +27,6 @@ def whole_numbers(shape, seed: int) -> torch.Tensor:
 def momentum_of(optimizer: Muon, p: nn.Parameter) -> torch.Tensor:
     codes, tops = stored_moment(optimizer.state[p], "momentum_buffer")
     return decode(codes.view(-1), tops, signed=True).view(p.shape).double()
-
-
-# --- the iteration ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_iteration_has_the_bits_of_torch_s(shape):
-    update = normal(shape)
-    theirs = torch.optim._muon._zeropower_via_newtonschulz(
-        update, (3.4445, -4.7750, 2.0315), 5, 1e-7
-    )
-    assert torch.equal(newton_schulz(update.bfloat16()), theirs)
 
 
 # --- the step -----------------------------------------------------------------------------------

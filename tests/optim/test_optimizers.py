@@ -469,6 +469,3 @@ def test_a_state_saved_in_another_memory_order_goes_on(moments, last):
     loader.step()
     after = stored_moment(loader.state[q], "exp_avg")[0]
     assert not torch.equal(after, before), "the moment stands still"
-
-
-# --- with the rest of torch ---------------------------------------------------------------------

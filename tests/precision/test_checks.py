@@ -42,17 +42,6 @@ def refused(name, model, optimizer, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", CPU_POLICIES)
-def test_step_without_backward(name):
-    model = mlp()
-    precision = Precision(scaled(name), model, OPTIMIZERS["sgd"](model.parameters()))
-    with pytest.raises(PrecisionError, match=r"step\(\) without backward\(\)"):
-        precision.step()
-    assert precision.step(loss_of(model, precision)).applied
-    with pytest.raises(PrecisionError, match=r"step\(\) without backward\(\)"):
-        precision.step()
-
-
-@pytest.mark.parametrize("name", CPU_POLICIES)
 def test_no_parameter_got_a_gradient(name):
     model = mlp()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)

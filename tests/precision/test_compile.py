@@ -237,22 +237,6 @@ def test_a_context_without_a_model_is_made_and_entered_in_a_graph(monkeypatch):
         context.release()
 
 
-def test_switches_that_a_compiled_function_needs_are_held_until_its_precision_is_closed():
-    for policy, value in (("fp32", "ieee"), ("bf16-mixed", "ieee")):
-        model = Net()
-        own = halfstep.Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-        @torch.compile(backend="eager", fullgraph=True)
-        def loss(own=own, model=model):
-            with own.autocast():
-                return mean(model(TOKENS))
-
-        own.step(loss())
-        assert torch.backends.mkldnn.conv.fp32_precision == value
-        own.close()
-        assert torch.backends.mkldnn.conv.fp32_precision == "tf32"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "t5", "lstm", "transformer", "gpt"])
 @pytest.mark.parametrize(

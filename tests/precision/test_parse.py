@@ -112,7 +112,11 @@ DIFFER = {
     "moments": ("bf16-split", "bf16-split,moments=8bit"),
     "casts": ("bf16-mixed", "bf16-module"),
     "tf32": ("fp32", "tf32"),
-    "loss_scale": ("fp16-mixed", "fp16-mixed,init_scale=1024.0,hysteresis=2"),
+    "loss_scale": (
+        "fp16-mixed",
+        "fp16-mixed,init_scale=1024,min_scale=2,max_scale=4096,hysteresis=2,"
+        "growth_factor=4,backoff_factor=0.25,growth_interval=3,max_consecutive_skips=5",
+    ),
     "rules": ("bf16-mixed", "bf16-mixed,keep_fp32=*.norm"),
     "recipe": ("bf16-mixed", "bf16-mixed,recipe=mxfp8/bf16/bf16"),
     "simulate": ("nvfp4", "nvfp4,simulate=yes"),

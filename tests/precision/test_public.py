@@ -2,11 +2,8 @@
 
 import ast
 import doctest
-import functools
 import importlib
-import inspect
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,37 +71,3 @@ def test_the_library_needs_no_module_that_windows_lacks():
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ModuleNotFoundError: halfstep.Trainer needs "), done.stderr
     assert last.endswith("which Python has on Linux and macOS only")
-
-
-SHORTEST = 5  # words: a docstring with fewer restates the name
-DOCS = Path(__file__).parents[2]
-MODULES = ("halfstep", "halfstep.distributed", "halfstep.optim")
-EXPORTED = [
-    (module, name)
-    for module in MODULES
-    for name in importlib.import_module(module).__all__
-    if not inspect.ismodule(getattr(importlib.import_module(module), name))
-]
-
-
-@functools.cache
-def written() -> str:
-    """All that users are told: the pages of docs/, but for plans and decisions, and the README."""
-    pages = [p for p in sorted((DOCS / "docs").glob("*.md")) if p.name != "plan.md"]
-    return "\n".join(p.read_text(encoding="utf-8") for p in (*pages, DOCS / "README.md"))
-
-
-def test_every_public_name_is_documented():
-    def check(module, name):
-        value = getattr(importlib.import_module(module), name)
-        assert re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", written()), "no page of docs/ names it"
-        if callable(value):
-            text = inspect.getdoc(value)
-            assert text
-            assert len(text.split()) >= SHORTEST
-            assert text != inspect.getdoc(type(value))
-            for member, part in vars(value).items() if inspect.isclass(value) else ():
-                if not member.startswith("_") and inspect.isfunction(part):
-                    assert inspect.getdoc(getattr(value, member)), member
-
-    every(EXPORTED, check)

@@ -303,27 +303,6 @@ def test_the_root_in_fp32_sees_its_inputs_unrounded_and_may_hold_16_bit_modules(
 # --- the wrapped forward -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-master"])
-def test_a_compiled_model_runs_the_same_without_a_graph_break(name, monkeypatch):
-    # aot_eager runs the traced operators one by one: the same kernels, so the same bits. torch
-    # compiles nothing around a simulation, so bf16 runs by torch's own kernels on every CPU here.
-    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: True)
-    rules = (("*.norm", "fp32"), ("blocks.0.mlp", "fp32"), ("blocks.0.mlp.2", "bf16"))
-    precision, model = prepared(name, Net(1), *rules)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x: model(x), fullgraph=True, backend="aot_eager")
-    x, y = batches(1)[0]
-    found = []
-    for call in (model, compiled):
-        loss = loss_of(call, precision, (x, y))
-        precision.backward(loss)
-        gradients = [p.grad.clone() for p in model.parameters()]
-        found.append([loss.detach(), *gradients])
-        precision.masters.clear()
-    torch._dynamo.reset()
-    assert not differences(*found)
-
-
 class Noted(nn.LayerNorm):
     def forward(self, x):
         self.seen = x.dtype

@@ -87,17 +87,6 @@ def test_losses_below_zero_and_norms_of_zero_are_compared_too():
     assert detector_after([(0.0, 0.0)] * 30).test(0.0, 0.0) is None
 
 
-def test_the_state_decides_the_same():
-    steps = history(200)
-    detector, other = detector_after(steps[:150]), SpikeDetector()
-    other.restore_(detector.state())
-    for step in steps[150:]:
-        for asked in (step, (2.4, 2.0), (3.0, 4.0)):
-            assert detector.test(*asked) == other.test(*asked)
-        detector.remember(*step)
-        other.remember(*step)
-
-
 # Precision.
 
 

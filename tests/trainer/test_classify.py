@@ -1,12 +1,10 @@
-"""Classification runs in one process: batches, losses, evaluation, the best state, resume."""
+"""Classification runs in one process: batches, losses, evaluation, the best state."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from torch.nn import functional
 
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.loop import train
-from halfstep.trainer.run import finish_run, lock_run, resume, with_run_folder
+from halfstep.trainer.run import finish_run
 from halfstep.trainer.session import open_session
 from halfstep.trainer.step import Judge
 
@@ -248,51 +246,3 @@ def test_the_best_checkpoint_survives(
     )
     report = json.loads((tmp_path / "r" / "report.json").read_text())
     assert report["step"] == best
-
-
-# --- resume ---
-
-
-def signalled_run(config, path, at, scores, monkeypatch):
-    """A run that gets SIGTERM after a step; its last tick."""
-    session, folder = start(config, path)
-    graded(session, scores, monkeypatch)
-    for tick in train(session, path):
-        if tick.record.step == at:
-            signal.raise_signal(signal.SIGTERM)
-    folder.close()
-    return session, tick
-
-
-def test_a_resumed_run_is_the_undisturbed_one(files, tmp_path, monkeypatch):
-    scores = (0.3, 0.1, 0.2, 0.25)
-    config = classify_config(
-        files, precision="bf16-split", run__max_steps=12, run__eval_every=3, run__keep=2
-    )
-    run_graded(config, tmp_path / "whole", scores, monkeypatch)
-    before, last = signalled_run(config, tmp_path / "cut", 7, scores, monkeypatch)
-    assert last.stopped_by == "SIGTERM"
-    done = before.step
-    assert done == 8
-    assert not (tmp_path / "cut" / "model").exists()
-
-    session = session_of(with_run_folder(config, tmp_path / "cut"))
-    folder = lock_run(tmp_path / "cut")
-    assert resume(session, Path(folder.name).parent / "checkpoints").name == f"step-{done:08d}"
-    assert (session.best.step, session.best.score) == (before.best.step, before.best.score)
-    graded(session, scores[done // 3 :], monkeypatch)
-    ticks = list(train(session, Path(folder.name).parent))
-    finish_run(session, Path(folder.name).parent)
-    folder.close()
-    assert len(ticks) == 12 - done
-
-    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
-    a, b = checkpoint_of(tmp_path / "whole"), checkpoint_of(tmp_path / "cut")
-    assert_same_tensors(a.weights, b.weights)
-    assert_same_tensors(a.optimizer, b.optimizer)
-    assert a.state["best"] == b.state["best"]
-    assert (a.state["best"]["step"], a.state["best"]["score"]) == (3, 0.3)
-    assert_same_tensors(model_of(tmp_path / "cut"), model_of(tmp_path / "whole"))
-    assert (tmp_path / "cut" / "report.txt").read_text() == (
-        tmp_path / "whole" / "report.txt"
-    ).read_text()
