@@ -472,10 +472,7 @@ def search(
         with suppress(Exception):  # it cannot run in fp32: that proves nothing
             unlike, value = again(batches[at], wide)
             fits = () if unlike else (value,)
-    # a loss in fp32 may be that of a single sample, unless these were tried; and a sample that
-    # fp32 does not bear is to blame, whatever the loss has been
-    blamed = samples and not fits
-    told = "" if slower is None or blamed else slower(*(fits if samples == () else ()))
+    told = _past(slower, samples, fits)
     if cause.cause_class == "data not finite" and _all_finite(batches[at]):
         cause = replace(cause, cause_class="not finite outside the batch")
     cause = replace(cause, micro_batch=at + 1, micro_batches=len(batches))
@@ -486,6 +483,19 @@ def _all_finite(batch: Any) -> bool:
     leaves = tree_leaves(batch)
     known = all(isinstance(leaf, Tensor | int | str) for leaf in leaves)
     return known and all(is_finite(stored(tensor)) for tensor in floating(leaves))
+
+
+def _past(
+    slower: Callable[..., str] | None, samples: tuple[int, ...] | None, fits: tuple[Any, ...]
+) -> str:
+    """What to do about a loss that has left its past; empty where a sample is to blame.
+
+    That is one that fp32 does not bear, either. A loss in fp32 may be that of a single sample,
+    unless these were tried.
+    """
+    if slower is None or (samples and not fits):
+        return ""
+    return slower(*(fits if samples == () else ()))
 
 
 def _samples(again: Callable[[Any], Any], cause: Cause, batch: Any) -> tuple[int, ...] | None:
