@@ -149,6 +149,8 @@ def names_in(folder: Where) -> list[str]:
 
     def listed(files: Any, path: str) -> list[str]:
         files.invalidate_cache()
+        if files.isfile(path):
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, where a folder is needed")
         paths = files.ls(path, detail=False) if files.isdir(path) else []
         return [each.rstrip("/").rpartition("/")[2] for each in paths]
 
@@ -211,7 +213,11 @@ def _tried(where: Where, call: Callable[[Any, str], T]) -> T:
             return call(*url_to_fs(str(where)))
         except Exception as error:  # object stores raise their clients' own kinds
             if getattr(error, "errno", None) in _LASTING or isinstance(error, _LASTING_KINDS):
-                raise CheckpointError(f"{where}: {error}") from error
+                allowed = (
+                    "; allowed: a folder, or a URL of fsspec with its package (s3:// with s3fs)"
+                )
+                known = allowed * isinstance(error, ValueError | ImportError)
+                raise CheckpointError(f"{where}: {error}{known}") from error
             if wait is None:
                 raise StorageError(f"{where}: {error}, after {len(_WAITS) + 1} tries") from error
             time.sleep(wait)

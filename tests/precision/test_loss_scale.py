@@ -71,7 +71,7 @@ def test_a_state_beyond_the_limits_is_refused_and_changes_nothing():
     trajectory(scale, [False, True])
     before, good = dict(vars(scale)), {"value": 64.0, "good_steps": 0, "hysteresis_left": 1}
     odd = {"value": 2.0**25}, {"value": 0.5}, {"value": math.nan}, {"good_steps": 3}, {"more": 2}
-    odd += {"value": 48.0}, {"good_steps": -5}, {"hysteresis_left": -5}, {"good_steps": 1.5}
+    odd += {"value": 48.0}, {"good_steps": -5}, {"hysteresis_left": 3}, {"good_steps": 1.5}
     for wrong in ({}, *({**good, **one} for one in odd)):
         with pytest.raises(PrecisionError):
             scale.load_state_dict(wrong)

@@ -11,7 +11,7 @@ from tests.trainer.test_trainer import assert_same_state, trainer
 
 from halfstep import files
 from halfstep.diagnostics.metrics import append_line
-from halfstep.errors import ConfigError, NonFiniteError, PartedError, StorageError
+from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, PartedError, StorageError
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 
 
@@ -81,6 +81,18 @@ def test_a_resume_with_another_folder_goes_on_from_the_one_before(tmp_path, fail
     assert metrics(tmp_path / "r") == metrics(whole)
     last, wanted = list_checkpoints(tmp_path / "moved")[-1], list_checkpoints(whole / "checkpoints")
     assert last.name == wanted[-1].name
+
+
+def test_a_resume_whose_checkpoints_are_gone_is_refused(tmp_path):
+    folder = trainer(tmp_path / "r", save_every=2).train().folder
+    lines = metrics(folder)
+    (folder / "checkpoints").rename(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match="no checkpoint; bring its checkpoints back"):
+        trainer(tmp_path / "r", save_every=2).train(resume=True)
+    (folder / "checkpoints").write_text("a file")
+    with pytest.raises(CheckpointError, match="it is a file"):
+        trainer(tmp_path / "r", save_every=2).train(resume=True)
+    assert metrics(folder) == lines
 
 
 @pytest.mark.parametrize("deadline", [600.0, 0.0])

@@ -314,19 +314,20 @@ def check_state(
     states had before optimizers' states had them; none if the weights are masters.
     """
     require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
-    if parse_saved(state.get("policy")) != policy and weights is None:
-        raise PrecisionError(
-            f"the saved precision state is from policy {state.get('policy')!r}, this run uses "
-            f"{str(policy)!r}; resume with --precision {state.get('policy')}, or give the saved "
-            "model's weights= to convert it"
-        )
     counts = ("applied_total", "skipped_total", "skipped_in_a_row")
     wrong = [key for key in counts if type(state.get(key)) is not int or state[key] < 0]
+    wrong += ["policy"] * (type(state.get("policy")) is not str)
     wrong += ["loss_scale"] * (not isinstance(state.get("loss_scale"), Mapping))
     if wrong:
         raise PrecisionError(
             f"the saved precision state has {wrong[0]}={state.get(wrong[0])!r}; allowed: what "
             "Precision.state_dict() gave"
+        )
+    if parse_saved(state["policy"]) != policy and weights is None:
+        raise PrecisionError(
+            f"the saved precision state is from policy {state['policy']!r}, this run uses "
+            f"{str(policy)!r}; resume with --precision {state['policy']}, or give the saved "
+            "model's weights= to convert it"
         )
     masters, dtypes = dict(state.get("masters", {})), {torch.float32}
     if weights is not None and not masters:

@@ -22,7 +22,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import IO, Any, Literal, TypeVar
 
 import torch
 
+from halfstep.diagnostics.metrics import METRICS
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, SpikeError
 from halfstep.files import Where, write_whole
@@ -54,7 +55,7 @@ from halfstep.trainer.config.config import (
     load_config,
     read_table,
 )
-from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.environment import environment
 from halfstep.trainer.loop import Tick, train
 from halfstep.trainer.session import Session
@@ -412,6 +413,18 @@ def _introduce(session: Session, say: Say) -> None:
         say(f"note: {note}")
 
 
+def _require_unsaved(path: Path, run: RunConfig) -> None:
+    """Refuse to begin a run again that must have saved: its disk may not be mounted."""
+    last = 0
+    with suppress(OSError, ValueError, KeyError):
+        last = json.loads((path / METRICS).read_text(encoding="utf-8").splitlines()[-1])["step"]
+    if 0 < run.save_every <= last:
+        raise CheckpointError(
+            f"{path} has {last} steps in {METRICS}, and {folders_of(run, path)[0]} no checkpoint; "
+            "bring its checkpoints back, or begin anew in another --output-dir"
+        )
+
+
 def _go_on(session: Session, path: Path, how: Resume, say: Say) -> None:
     notes: list[str] = []
     saved, now = run_config(path, notes), session.config.precision
@@ -422,6 +435,8 @@ def _go_on(session: Session, path: Path, how: Resume, say: Say) -> None:
     if second and second not in earlier:
         session.world.main_only(lambda: _require_free(second))
     origin = resume(session, folders_of(session.config.run, path), how, say, earlier)
+    if origin is None and not session.world.attempt:
+        session.world.main_only(lambda: _require_unsaved(path, session.config.run))
     session.world.main_only(
         lambda: write_whole(path / "config.toml", config_to_toml(session.config))
     )

@@ -167,7 +167,7 @@ class LossScale:
         if not (
             (_is_power_of_two(value) and limits.min_scale <= value <= limits.max_scale)
             and (_is_count(good) and 0 <= good < limits.growth_interval)
-            and (_is_count(left) and 0 <= left <= limits.hysteresis)
+            and (_is_count(left) and left <= limits.hysteresis)
         ):
             raise PrecisionError(f"the saved loss scale {state} does not fit {limits}")
         return ScaleState(float(value), int(good), int(left))
