@@ -27,6 +27,7 @@ from halfstep.precision.masters.stepping import (
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.policy.spelling import parse_saved
+from halfstep.precision.scaling.gradients import COUNTS
 
 
 def some(names: tuple[str, ...], limit: int = 3) -> str:
@@ -314,8 +315,7 @@ def check_state(
     states had before optimizers' states had them; none if the weights are masters.
     """
     require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
-    counts = ("applied_total", "skipped_total", "skipped_in_a_row")
-    wrong = [key for key in counts if type(state.get(key)) is not int or state[key] < 0]
+    wrong = [key for key in COUNTS if type(state.get(key)) is not int or state[key] < 0]
     wrong += ["policy"] * (type(state.get("policy")) is not str)
     wrong += ["loss_scale"] * (not isinstance(state.get("loss_scale"), Mapping))
     if wrong:

@@ -164,25 +164,26 @@ def list_checkpoints(*folders: Where) -> list[Any]:
     A folder without a manifest does not count: it is what comes last of a save. Of two with the
     same step, that of the first folder is the later.
     """
-    found = [
-        (int(m[1]), -number, below(folder, name))
-        for number, folder in enumerate(folders)
-        for name in names_in(folder)
-        if (m := _NAME.fullmatch(name))
-    ]
-    return [path for *_, path in sorted(found) if MANIFEST in names_in(path)]
+    found, lost = reached(folders)
+    if lost:
+        raise lost
+    return found
 
 
 def reached(folders: Iterable[Where]) -> tuple[list[Any], CheckpointError | None]:
     """The checkpoints of all folders that can be reached, and why another one cannot be."""
-    here, lost = [], None
-    for folder in folders:
+    found, lost = list[tuple[int, int, Any]](), None
+    for number, folder in enumerate(folders):
         try:
-            list_checkpoints(folder)
-            here.append(folder)
+            found += [
+                (int(m[1]), -number, path)
+                for name in names_in(folder)
+                if (m := _NAME.fullmatch(name))
+                and MANIFEST in names_in(path := below(folder, name))
+            ]
         except CheckpointError as error:
-            lost = error
-    return list_checkpoints(*here), lost
+            lost = lost or error
+    return [path for *_, path in sorted(found)], lost
 
 
 def set_aside(path: Where) -> None:

@@ -228,7 +228,7 @@ class Judged:
         return "nonfinite_loss" if self.found is None else self.found.reason
 
 
-_COUNTS = "applied_total", "skipped_total", "skipped_in_a_row"
+COUNTS = "applied_total", "skipped_total", "skipped_in_a_row"
 
 
 class Progress:
@@ -303,7 +303,7 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """The counts, and the loss scale's own state."""
-        counts = {name: getattr(self, name) for name in _COUNTS}
+        counts = {name: getattr(self, name) for name in COUNTS}
         return {"loss_scale": self.loss_scale.state_dict(), **counts}
 
     def load(self, state: Mapping[str, Any], *, other_policy: bool) -> None:
@@ -315,7 +315,7 @@ class Progress:
             if not other_policy:
                 raise
             accepted = False
-        for name in _COUNTS:
+        for name in COUNTS:
             setattr(self, name, state[name])
         if accepted and self.applied_total:
             self.calibrating = False
