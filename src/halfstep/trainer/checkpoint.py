@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -48,6 +49,7 @@ from halfstep.files import (
     MANIFEST,
     Where,
     below,
+    each_of,
     is_local,
     move,
     names_in,
@@ -324,7 +326,7 @@ def _index_name(rank: int) -> str:
 def _read(
     path: Where, files: Mapping[str, str], targets: Mapping[tuple[str, str], _Target]
 ) -> None:
-    """Fill the targets, a file at a time."""
+    """Fill the targets, a few files at a time."""
     reads: dict[str, list[tuple[_Target, Stored, ReadItem]]] = {}
     for (_, name), target in targets.items():
         if target.missing:
@@ -332,14 +334,17 @@ def _read(
             raise CheckpointError(f"{path}: {name}: its shards hold {held} of {whole} elements")
         for stored, item in target.reads:
             reads.setdefault(stored.file, []).append((target, stored, item))
-    for file, planned in reads.items():
+    making = Lock()
+
+    def fill(file: str) -> None:
         content = _verified(below(path, file), files.get(file))
         try:
             tensors = load(content)
-            for target, stored, item in planned:
+            for target, stored, item in reads[file]:
                 values = stored.values(tensors)
-                if target.tensor is None:
-                    target.tensor = torch.empty(target.box.local, dtype=values.dtype)
+                with making:
+                    if target.tensor is None:
+                        target.tensor = torch.empty(target.box.local, dtype=values.dtype)
                 to, source = (
                     tuple(slice(o, o + n) for o, n in zip(start, item.lengths, strict=True))
                     for start in (item.dest_offsets, item.storage_offsets)
@@ -349,6 +354,8 @@ def _read(
             raise _damaged(
                 below(path, file), f"is not what its index says ({error!r:.200})"
             ) from error
+
+    each_of(fill, reads)
 
 
 def _verified(where: Where, sha: str | None) -> bytes:
