@@ -3,15 +3,18 @@
 import errno
 import os
 import resource
+import shutil
+import threading
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from tests.trainer.runs import metrics, newest
-from tests.trainer.test_trainer import assert_same_state, trainer
+from tests.trainer.test_trainer import assert_same_state, net, plain, trainer
 
 from halfstep import files
 from halfstep.diagnostics.metrics import append_line
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, PartedError, StorageError
+from halfstep.trainer import checkpoint, loop
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 
 
@@ -140,6 +143,102 @@ def test_checkpoints_by_url_and_last_good_over_both_folders(tmp_path, whole):
     given["checkpoint_dir"] = "nowhere://c"
     with pytest.raises(Exception, match="nowhere"):
         trainer(tmp_path / "n", **given).train()
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """What step 4's files wait for until it is set: a disk that is slow, while training goes on."""
+    ready, real = threading.Event(), checkpoint.make_lasting
+
+    def lasting(where, sha):
+        assert "step-00000004" not in str(where) or ready.wait(60)
+        real(where, sha)
+
+    monkeypatch.setattr(checkpoint, "make_lasting", lasting)
+    monkeypatch.setattr(loop, "STILL_SECONDS", 0.0)
+    return ready
+
+
+def written(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("shard-*")}
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"), [(net, "bf16-mixed"), (plain, "bf16-split,moments=8bit")]
+)
+def test_a_save_in_the_background_is_of_its_step_and_a_kill_leaves_the_one_before(
+    tmp_path, disk, model, precision
+):
+    given = {"save_every": 2, "precision": precision, "ema_decay": 0.9}
+    disk.set()
+    whole = trainer(tmp_path / "whole", model(), **given).train().folder / "checkpoints"
+    disk.clear()
+    folder, told = tmp_path / "r" / "checkpoints", []
+
+    def watch(tick):
+        told.append(tick.checkpoint and tick.checkpoint.name)
+        if tick.record.step in (4, 5):
+            assert [p.name for p in list_checkpoints(folder)] == ["step-00000002"]
+            shutil.copytree(tmp_path / "r", tmp_path / f"killed-{tick.record.step}")
+        if tick.record.step == 5:
+            disk.set()
+
+    trainer(tmp_path / "r", model(), **given, callbacks=[watch]).train()
+    assert [p.name for p in list_checkpoints(folder)] == sorted(p.name for p in whole.iterdir())
+    assert "step-00000004" not in told[:5]
+    assert told[11] == "step-00000012"
+    for path in whole.iterdir():
+        assert written(path) == written(folder / path.name)
+    for step in (4, 5):
+        path = tmp_path / f"killed-{step}"
+        trainer(path, model(), **given).train(resume=True)
+        assert written(path / "checkpoints" / "step-00000012") == written(whole / "step-00000012")
+        assert metrics(path) == metrics(whole.parent)
+
+
+@pytest.mark.parametrize(("times", "lost"), [(1, False), (99, False), (1, True)])
+def test_a_disk_that_fails_in_the_background_gets_a_save_of_a_later_step(
+    tmp_path, monkeypatch, disk, whole, times, lost
+):
+    left, said, real = {"step-00000004/shard": times}, [], os.fsync
+    monkeypatch.setattr(files, "_WAITS", (0.0, 0.0))
+
+    def fsync(descriptor):
+        for part, n in left.items():
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            if n and part in path:
+                left[part] -= 1
+                if lost:  # as some file systems drop what they could not write
+                    os.truncate(path, 0)
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    def watch(tick):
+        said.extend(tick.verdicts)
+        if tick.record.step == 4:
+            disk.set()
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = tmp_path / "r"
+    trainer(path, callbacks=[watch], save_every=2).train()
+    kept = [int(str(p)[-2:]) for p in list_checkpoints(path / "checkpoints")]
+    fails = lost or times > 1
+    assert (4 in kept) != fails
+    assert {2, 6, 8, 10, 12} <= set(kept)
+    assert [text[:11] for text in said if "SAVED" in text] == ["SAVED AGAIN"] * fails
+    assert_same_state(path, whole)
+
+
+def test_a_run_that_stops_names_the_checkpoint_that_was_in_the_background(tmp_path, disk):
+    def watch(tick):
+        if tick.record.step == 4:
+            disk.set()
+            model[0].weight.data.fill_(float("nan"))
+
+    model = plain()
+    with pytest.raises(NonFiniteError, match=r"step 5: .*last checkpoint is .*step-00000004"):
+        trainer(tmp_path / "r", model, callbacks=[watch], save_every=2).train()
+    assert list_checkpoints(tmp_path / "r" / "checkpoints")[-1].name == "step-00000004"
 
 
 def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from halfstep.precision.scaling.gradients import Judged
 from halfstep.shown import typed_trainer
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
+    Save,
     folders_of,
     reached,
     save_checkpoint,
@@ -56,6 +58,8 @@ from halfstep.trainer.step import (
 if TYPE_CHECKING:
     from halfstep.diagnostics.nonfinite.cause import Cause
 
+STILL_SECONDS = 1.0
+"""How long training may stand still for a save; then the disk is waited for in the background."""
 STOPS = ("", "stop", "SIGINT", "SIGTERM")
 """Reasons why a run ends before its last step; where ranks differ, the later entry wins."""
 
@@ -67,7 +71,8 @@ class Tick:
     Attributes:
         record: The line that went into ``metrics.jsonl``.
         evaluation: The validation result, if the step ended with one.
-        checkpoint: The checkpoint that was saved, if any.
+        checkpoint: The checkpoint that is complete since the last tick, if any: it is saved in the
+            background, while training goes on.
         stopped_by: Empty, or why this is the last step: a signal's name, or a callback's
             ``"stop"``.
         verdicts: The first cause of a step that was not finite, the lost-update meter's
@@ -103,6 +108,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         Interrupt() as interrupt,
         measured_convolutions(session.task.model, session.device),
         closing(_Losses(session)) as losses,
+        closing(books),
         _observed(session, path, books.news),
         CauseSearch(session, path) as causes,
     ):
@@ -110,11 +116,12 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             taken = _take_step(session, books, causes)
             reason = interrupt.requested or ("stop" if session.stop_asked else "")
             stopped_by = STOPS[session.world.largest(STOPS.index(reason))]  # on all ranks
+            books.look()
             finished = session.step == settings.max_steps
             last = finished or bool(stopped_by)
             due = _due(session.step, settings.eval_every)
             due |= finished or stopped_by == "stop"
-            saves = last or due or _due(session.step, settings.save_every)
+            saves = last or due or _due(session.step, settings.save_every) or bool(books.failed)
             at_once = session.precision.path is None or session.followed
             late = not (at_once or saves or losses.fresh)
             if not late:
@@ -201,12 +208,17 @@ class _Books:
         self._path, self._metrics = path, path / METRICS
         self._folders = folders_of(session.config.run, path)
         self._failing_since: float | None = None  # no checkpoint was written since
+        self._begun: Save | None = None
+        self._saved: Path | None = None  # which no tick has told
+        self._word = ""  # what to say of it when it is complete
         if session.world.is_main:
             keep_lines(self._metrics, session.step)
         self.news: list[str] = []
         """What layer health and saves have to say, for the next tick."""
         self.held: _Taken | None = None
         """A step whose outcome the device has not told."""
+        self.failed: CheckpointError | None = None
+        """Why a save has failed in the background; that of the next step may succeed."""
         self.ticks: list[Tick] = []
         """Those of held steps that have been told since."""
 
@@ -241,56 +253,85 @@ class _Books:
         self.news.clear()
         if record.compile_seconds:
             verdicts = (f"compiled in {record.compile_seconds:.1f} s", *verdicts)
-        return Tick(record, evaluation, None, "", verdicts)
+        saved, self._saved = self._saved, None
+        return Tick(record, evaluation, saved, "", verdicts)
 
     def close_step(
         self, taken: _Taken, causes: CauseSearch, losses: _Losses, *, due: bool, last: bool
     ) -> Tick:
         """Evaluate if that is due, write the step down, and save; its outcome is known."""
         session, evaluation, better = self._session, None, False
-        run, keeps_best, checkpoint = session.config.run, session.task.keeps_best, None
+        run, keeps_best = session.config.run, session.task.keeps_best
         if due and session.task.evaluates:
             evaluation = session.evaluate()
             better = session.note(evaluation)
         lost = losses.report() if losses.fresh and taken.result.applied else ()
         tick = self.tick(taken, causes, evaluation, lost)
-        if last or _due(session.step, run.save_every) or (evaluation is not None and keeps_best):
-            checkpoint = self._save(last=last)
-        if better and keeps_best:
+        best = better and keeps_best
+        due = _due(session.step, run.save_every) or bool(self.failed)
+        if last or due or (evaluation is not None and keeps_best):
+            self._save(last=last, waits=last or best)
+        if best:
             session.world.main_only(lambda: session.report_best(self._path))
         warned = (*tick.verdicts, *losses.verdicts(lost, taken), *self.news)
         self.news.clear()
-        return replace(tick, checkpoint=checkpoint, verdicts=warned)
+        saved, self._saved = self._saved or tick.checkpoint, None
+        return replace(tick, checkpoint=saved, verdicts=warned)
 
     def write(self, record: Record) -> None:
         """Append a step to the metrics file, which rank 0 writes."""
         if self._session.world.is_main:
             append_line(self._metrics, record.line())
 
-    def _save(self, *, last: bool) -> Path | None:
-        """Save a checkpoint, and return its path; None where none can be written.
+    def look(self, seconds: float | None = 0.0) -> None:
+        """Complete the save that was begun, as :meth:`_complete` does; a later one may succeed."""
+        try:
+            self._complete(seconds)
+        except CheckpointError as error:
+            self.failed = error
+
+    def close(self) -> None:
+        """At the end of a run, however it ends: other ranks may have ended already."""
+        if self._session.world.size == 1:
+            self._complete()
+
+    def _complete(self, seconds: float | None = None) -> None:
+        """Complete the save that was begun; not if in some seconds the disk has not all of it."""
+        begun, world = self._begun, self._session.world
+        if begun is None:
+            return
+        if seconds is not None and world.largest(len(wait(begun.lasting, seconds).not_done)):
+            return
+        self._begun = None
+        self._saved, self._failing_since = begun.complete(), None
+        self.news += filter(None, [self._word])
+
+    def _save(self, *, last: bool, waits: bool) -> None:
+        """Save a checkpoint, in the background unless it ``waits`` until that is complete.
 
         Raises:
-            CheckpointError: If none can be, and the run may not go on without.
+            CheckpointError: If none can be written, and the run may not go on without.
         """
-        session, run = self._session, self._session.config.run
-        failed: CheckpointError | None = None
-        passing = False  # whether a later save may succeed
+        session, run, begun_at = self._session, self._session.config.run, time.monotonic()
+        self.look(None)
+        failed, self.failed = self.failed, None
+        passing = isinstance(failed, StorageError)  # whether a later save may succeed
         session.precision.ranks.agree()  # never save ranks that disagree
-        best = session.best.step if session.best and session.task.keeps_best else None
+        spared = session.best.step if session.best and session.task.keeps_best else None
         state = session.checkpoint()
         for folder in self._folders:
             try:
-                saved: Path = save_checkpoint(
-                    folder, session.step, state, run.keep, session.world, spared=best
+                self._begun = save_checkpoint(
+                    folder, session.step, state, run.keep, session.world, spared, waits=False
                 )
+                where = "AGAIN" if folder == self._folders[0] else "IN THE SECOND FOLDER"
+                self._word = f"SAVED {where}, as {self._begun.final}: {failed}" if failed else ""
+                left = begun_at + STILL_SECONDS - time.monotonic()
+                self._complete(None if waits else max(left, 0.0))
             except CheckpointError as error:
                 failed, passing = failed or error, passing or isinstance(error, StorageError)
                 continue
-            self._failing_since = None
-            if failed:
-                self.news.append(f"SAVED IN THE SECOND FOLDER, as {saved}: {failed}")
-            return saved
+            return
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         left = self._failing_since + run.save_deadline - now
@@ -301,7 +342,6 @@ class _Books:
             f"NOT SAVED: {failed}. Training goes on, tries again at the next save, and ends with "
             f"code {StorageError.exit_code} if none is written in {left:.0f} s (run.save_deadline)"
         )
-        return None
 
     @contextmanager
     def last_words(self, causes: CauseSearch) -> Iterator[None]:
@@ -330,6 +370,8 @@ class _Books:
             self.write(record)
         except HalfstepError as failed:  # report the first cause; this goes at its end
             also += f"; {failed}"
+        self.look(None)
+        also += f"; {self.failed}" if self.failed else ""
         # rank 0 writes metrics and completes checkpoints
         kept = reached(self._folders)[0] if world.is_main else []
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
