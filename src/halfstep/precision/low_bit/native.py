@@ -38,8 +38,7 @@ def why_not_native(name: str, device: torch.device) -> str:
     """Why a device that is here does not multiply in a scheme natively; empty where it does."""
     scheme = SCHEMES[name]
     if device.type != "cuda":
-        known = {"cpu": "a CPU", "mps": "a Mac's GPU"}
-        return f"{known.get(device.type, device.type)} has no {name} products"
+        return f"{'a CPU' if device.type == 'cpu' else device.type} has no {name} products"
     if torch.version.hip:
         return f"halfstep has no {name} products for AMD's GPUs"
     has = torch.cuda.get_device_capability(device)
