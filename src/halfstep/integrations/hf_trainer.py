@@ -19,6 +19,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 from halfstep.diagnostics.health import LayerHealth
 from halfstep.diagnostics.lost_updates import LostUpdateMeter, bare_optimizer
@@ -36,13 +37,6 @@ from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.scaling.gradients import OneRank, Ranks, find_nonfinite
-
-try:  # an optional dependency, the extra "hf"
-    from transformers import TrainerCallback
-except ImportError as error:
-    raise ConfigError(
-        "halfstep.integrations.hf_trainer needs transformers; pip install 'halfstep[hf]'"
-    ) from error
 
 _LOG = logging.getLogger(__name__)
 _NEEDED = ("accelerator", "args", "training_step", "log", "add_callback", "callback_handler",

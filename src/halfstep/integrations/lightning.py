@@ -13,6 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.plugins import Precision as LightningPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -38,17 +42,6 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
-
-try:
-    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-    from lightning.pytorch.plugins import Precision as LightningPrecision
-    from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
-except ModuleNotFoundError as error:
-    raise ConfigError(
-        f"halfstep.integrations.lightning needs Lightning, and {error.name} is not installed: "
-        "pip install 'halfstep[lightning]'"
-    ) from error
 
 
 class HalfstepPrecision(LightningPrecision):

@@ -42,7 +42,7 @@ class AdamW(LowPrecisionOptimizer):
 
         Args:
             params: Parameters, groups of them, or ``model.named_parameters()``.
-            lr: A number, or a CPU tensor of one element, which is read at every step.
+            lr: A number, or a tensor of one element, which the host reads at every step.
             betas: Decay rates of the two moments.
             eps: Added to the square root of the second moment.
             weight_decay: Decoupled weight decay, multiplied by ``lr``.

@@ -62,12 +62,6 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 
 def check_group(group: dict[str, Any], owner: str, has_masters: bool) -> None:
     """Refuse unknown or unsupported options, and parameters of unsupported dtype or strides."""
-    rate = group.get("lr")
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        raise PrecisionError(
-            f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
-            "number or a CPU tensor"
-        )
     for key, (name, holds, words) in _NUMBERS.items():
         require_option(bool(key not in group or holds(group[key])), name, group.get(key), words)
     for index, beta in enumerate(group.get("betas", ())):
