@@ -176,10 +176,16 @@ class HalfstepPrecision(LightningPrecision):
         """Clip the gradients: by value at once, by norm within the step."""
         if clip_val <= 0:
             return
-        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            self._clip_value(optimizer, float(clip_val))
-        else:  # manual optimization clips by Lightning's wrapper of the optimizer
+        if gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
+            # manual optimization clips by Lightning's wrapper of the optimizer
             self._max_norms[getattr(optimizer, "optimizer", optimizer)] = float(clip_val)
+            return
+        limit = float(clip_val)
+        for parameter in owned(optimizer):
+            gradient = parameter.grad
+            if gradient is not None:  # what is not finite stays, to be found
+                values = gradient._values() if gradient.is_sparse else gradient
+                values.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
 
     def _train(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Put a model and its optimizers under the policy.
@@ -268,14 +274,6 @@ class HalfstepPrecision(LightningPrecision):
             raise PrecisionError(NO_BACKWARD.replace("precision.", "self.manual_"))
         with _others_aside(engine, optimizer):
             self.last_step = engine.step(max_norm=max_norm)
-
-    def _clip_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clip gradients to ``[-limit, limit]``; what is not finite stays, to be found."""
-        for parameter in owned(optimizer):
-            gradient = parameter.grad
-            if gradient is not None:
-                values = gradient._values() if gradient.is_sparse else gradient
-                values.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resume needs besides the model's and the optimizers' state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Unpack, get_args
 
@@ -58,17 +58,13 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix  # the smaller of X X^T and X^T X
     x = x / x.norm().clamp(min=_EPS)
-    with _fast_products(x):
+    scalar = x.device.type == "cpu" and x.dtype is torch.bfloat16 and not cpu_has_bf16()
+    # through fp32 where the CPU has no instructions for it
+    with SimulatedProducts(x.dtype) if scalar else nullcontext():
         for _ in range(_STEPS):
             gram = x @ x.T
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def _fast_products(matrix: Tensor) -> AbstractContextManager[Any]:
-    """Around products of a matrix: through fp32 where the CPU has no instructions for its dtype."""
-    scalar = matrix.device.type == "cpu" and matrix.dtype is torch.bfloat16 and not cpu_has_bf16()
-    return SimulatedProducts(matrix.dtype) if scalar else nullcontext()
 
 
 class Muon(LowPrecisionOptimizer):

@@ -146,10 +146,8 @@ class LossScale:
                 f"the saved loss scale is {state}, and this one {own}; it was saved by a run with "
                 "another precision policy"
             )
-        if moves:
-            self._take(self._checked(state))
-
-    def _checked(self, state: State) -> ScaleState:
+        if not moves:
+            return
         value, good, left = (state[name] for name in ScaleState._fields)
         limits = self._config
         if not (
@@ -158,7 +156,7 @@ class LossScale:
             and (_is_count(left) and left <= limits.hysteresis)
         ):
             raise PrecisionError(f"the saved loss scale {state} does not fit {limits}")
-        return ScaleState(float(value), int(good), int(left))
+        self._take(ScaleState(float(value), int(good), int(left)))
 
 
 LOSS_SCALE_FIELDS = tuple(field.name for field in fields(LossScaleConfig)[1:])
