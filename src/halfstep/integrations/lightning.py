@@ -107,7 +107,16 @@ class HalfstepPrecision(LightningPrecision):
         if module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluate(module)  # a strategy keeps an earlier fit's optimizers
             return model, optimizers, lr_schedulers
-        check_search(module.trainer, self.policy)
+        kinds = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
+        searching = [one for one in module.trainer.callbacks if isinstance(one, kinds)]
+        if searching and self.policy.param_dtype != torch.float32:
+            form = dtype_name(self.policy.compute_dtype)
+            raise PrecisionError(
+                f"{type(searching[0]).__name__} (lr_find, scale_batch_size) under policy "
+                f"{self.policy} would leave the model's weights rounded to {form} for the training "
+                f"after it. Search with Trainer(plugins=[HalfstepPrecision('{form}-mixed')]), then "
+                f"train with {self.policy}"
+            )
         if type(module).backward is not LightningModule.backward:
             raise PrecisionError(
                 f"{type(module).__name__} has a backward() of its own, which the plugin would not "
@@ -331,19 +340,6 @@ def lightning_name(policy: PrecisionPolicy) -> str:
         return "32-true"
     form = "bf16" if policy.compute_dtype == torch.bfloat16 else "16"
     return f"{form}-mixed" if policy.param_dtype == torch.float32 else f"{form}-true"
-
-
-def check_search(trainer: Any, policy: PrecisionPolicy) -> None:
-    """Refuse a search before it rounds the weights that the training after it starts from."""
-    kinds = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
-    searching = [callback for callback in trainer.callbacks if isinstance(callback, kinds)]
-    if searching and policy.param_dtype != torch.float32:
-        form = dtype_name(policy.compute_dtype)
-        raise PrecisionError(
-            f"{type(searching[0]).__name__} (lr_find, scale_batch_size) under policy {policy} "
-            f"would leave the model's weights rounded to {form} for the training after it. Search "
-            f"with Trainer(plugins=[HalfstepPrecision('{form}-mixed')]), then train with {policy}"
-        )
 
 
 class Border(Region):
