@@ -73,15 +73,7 @@ def linear_cross_entropy(
 
     **Source:** with z = W x, l = logsumexp(z) - z_t and dl/dz = softmax(z) - onehot(t).
     """
-    if target.dtype != torch.int64:
-        raise DataError(
-            f"targets are {target.dtype}; allowed: torch.int64, which targets.long() makes"
-        )
-    if target.shape != x.shape[:-1] or reduction not in ("mean", "sum"):
-        raise DataError(
-            f"targets have shape {tuple(target.shape)} and reduction {reduction!r}; allowed: "
-            f"{tuple(x.shape[:-1])}, that of x without its last dim, and 'mean' or 'sum'"
-        )
+    _check(x, target, reduction)
     on = torch.is_grad_enabled()
     needed = [on and t is not None and t.requires_grad for t in (x, weight, bias)]
     # Modes that look on see nothing in an operator, and AOTAutograd does not cache a Function.
@@ -93,6 +85,18 @@ def linear_cross_entropy(
         # NaN where none counts, as in torch, with gradients of 0: those of 0 / 0 would be NaN
         loss = torch.where(count > 0, loss / count.clamp(min=1), torch.nan)
     return cast(Tensor, loss)
+
+
+def _check(x: Tensor, target: Tensor, reduction: str) -> None:
+    if target.dtype != torch.int64:
+        raise DataError(
+            f"targets are {target.dtype}; allowed: torch.int64, which targets.long() makes"
+        )
+    if target.shape != x.shape[:-1] or reduction not in ("mean", "sum"):
+        raise DataError(
+            f"targets have shape {tuple(target.shape)} and reduction {reduction!r}; allowed: "
+            f"{tuple(x.shape[:-1])}, that of x without its last dim, and 'mean' or 'sum'"
+        )
 
 
 def _compute(
