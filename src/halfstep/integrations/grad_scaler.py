@@ -45,7 +45,7 @@ from halfstep.integrations.optimizer_tensors import (
     with_gradients,
 )
 from halfstep.precision.agreement import AnyRanks, ranks_of_this_process
-from halfstep.precision.border import as_device, as_number
+from halfstep.precision.border import as_device
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.masters.stepping import Movement, with_inner
@@ -116,8 +116,9 @@ class GradScaler(torch.amp.GradScaler):
         allow_pure: bool = False,
     ) -> None:
         device = str(as_device(device))
-        if not as_number(init_scale, "GradScaler(init_scale)", "a number above 0") > 0:
-            raise PrecisionError(f"init_scale={init_scale}; allowed: a number above 0")
+        given = init_scale if isinstance(init_scale, int | float | Tensor) else 0.0
+        if not float(given) > 0:
+            raise PrecisionError(f"init_scale={init_scale!r:.80}; allowed: a number above 0")
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
