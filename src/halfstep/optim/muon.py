@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import Call, LowPrecisionOptimizer, run_kernel
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.options import Storage, require_option, torch_defaults
+from halfstep.optim.options import Storage, require_option
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
 from halfstep.optim.state import Batch, StepTask, dense, flat
 from halfstep.precision.agreement import MARK
@@ -118,7 +118,6 @@ class Muon(LowPrecisionOptimizer):
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "use_muon": True},
         }
-        torch_defaults(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, options, **storage)
 
     def check_group(self, group: dict[str, Any]) -> None:
