@@ -168,9 +168,9 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later_or_lost_with_a_w
     try:
         with pytest.warns(UserWarning, match="too large.*kept for later"):
             append_line(path, {"step": 1})
+        write_waiting(tmp_path / "of another run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    write_waiting(tmp_path / "of another run")
     append_line(path, {"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     with pytest.warns(UserWarning, match="kept for later"):
