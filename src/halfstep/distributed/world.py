@@ -256,9 +256,7 @@ def open_world(
     rank, size, local_rank = place
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    device = torch.device("cuda", local_rank) if device_kind == "cuda" else None
-    if device:
-        torch.cuda.set_device(device)
+    device = _own_gpu(local_rank) if device_kind == "cuda" else None
     if run:
         end_with_parent()
     timeout = timedelta(seconds=timeout_seconds)
@@ -303,6 +301,11 @@ def _place() -> tuple[int, ...] | None:
 
 def _prefixed(prefix: str, store: Any) -> Any:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # as rendezvous above
+
+
+def _own_gpu(local_rank: int) -> torch.device:
+    torch.cuda.set_device(local_rank)  # torch says if there is none of that number
+    return torch.device("cuda", local_rank)
 
 
 def _nothing() -> Any:
