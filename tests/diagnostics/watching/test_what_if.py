@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.diagnostics.statistics.values import ROW, TensorStatistics, count_into_
-from halfstep.diagnostics.statistics.what_if import Window, what_if, window
+from halfstep.diagnostics.statistics.watch import Window, what_if, window
 from halfstep.formats import BF16, E4M3FN, E5M2, FP16, FloatFormat
 
 FORMATS = [FP16, BF16, E4M3FN, E5M2]
