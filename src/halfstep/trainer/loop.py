@@ -41,7 +41,6 @@ from halfstep.trainer.checkpoint import (
     reached,
     save_checkpoint,
 )
-from halfstep.trainer.compiling import compile_seconds, measured_convolutions
 from halfstep.trainer.environment import peak_memory_bytes
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import (
@@ -101,7 +100,6 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     books = _Books(session, path)
     with (
         Interrupt() as interrupt,
-        measured_convolutions(session.task.model, session.device),
         closing(_Losses(session)) as losses,
         _observed(session, path, books.news),
         CauseSearch(session, path) as causes,
@@ -172,7 +170,6 @@ def attempt(session: Session, begun: Callable[..., None] = lambda *_: None) -> S
 
 def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     task, begin = session.task, time.perf_counter()
-    compiled = compile_seconds() if session.compiled else 0.0
 
     def begun(made: MicroBatches) -> None:
         books.tell(causes)
@@ -188,8 +185,6 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
         session.ahead.prepare(session.step)  # while the device works on this one
     line["tokens"] = session.tokens
     line["tokens_per_second"] = tokens / (time.perf_counter() - begin)
-    if session.compiled:
-        line["compile_seconds"] = compile_seconds() - compiled or None
     return _Taken(session.step, result, line)
 
 
@@ -239,8 +234,6 @@ class _Books:
         self.write(record)
         verdicts = (*causes.verdicts, *self.news)
         self.news.clear()
-        if record.compile_seconds:
-            verdicts = (f"compiled in {record.compile_seconds:.1f} s", *verdicts)
         return Tick(record, evaluation, None, "", verdicts)
 
     def close_step(
