@@ -57,7 +57,3 @@ def test_every_byte_of_a_small_chain(monkeypatch):
 def test_what_cannot_be_measured_says_so():
     with pytest.raises(PrecisionError, match="MemoryMeter\\(precision\\)"):
         halfstep.MemoryMeter(nn.Linear(1, 1))
-    model = Chain()
-    precision = halfstep.Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(PrecisionError, match="no step has ended"):
-        _ = halfstep.MemoryMeter(precision).memory

@@ -52,7 +52,8 @@ def _measured(arguments: Memory, policy: str) -> Held:
         with MemoryMeter(session.precision, first) as meter:
             attempt(session)
     gc.collect()  # what one policy held, before the next is measured
-    return meter.memory
+    measured: Held = meter.memory
+    return measured
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def _predict(arguments: Predicting) -> None:
     source = sys.stdin.buffer if arguments.input == "-" else Path(arguments.input)
     texts = read_texts(source, arguments.text_column)
     trained = open_trained(arguments, "predict")
-    found = trained.predict(arguments, texts)
+    found = trained.open(arguments).predict(texts, arguments.batch_size)
     if arguments.output in ("-", "/dev/stdout"):
         _write(found, sys.stdout)
     else:

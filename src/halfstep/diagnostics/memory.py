@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from halfstep.errors import PrecisionError
 from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import local_part
@@ -133,21 +132,11 @@ class MemoryMeter:
         self._saved: dict[int, tuple[Any, str, str]] = {}  # of the running micro-batch
         self._largest: Bytes = {}  # saved by the micro-batch that saved the most
         self._used = False  # whether the running micro-batch's backward has begun
-        self._memory: Memory | None = None
+        self.memory: Any = None
+        """What was measured, a :class:`Memory`; None until the context has ended."""
         self._gradients: dict[int, tuple[str, int]] = {}
         self._stepped: dict[int, tuple[str, int]] = {}
         self._handles: list[Any] = []
-
-    @property
-    def memory(self) -> Memory:
-        """What was measured.
-
-        Raises:
-            PrecisionError: Before the context has ended.
-        """
-        if self._memory is None:
-            raise PrecisionError("MemoryMeter.memory: no step has ended in its context yet")
-        return self._memory
 
     def __enter__(self) -> MemoryMeter:
         self._hooks.__enter__()
@@ -167,7 +156,7 @@ class MemoryMeter:
         for handle in self._handles:
             handle.remove()
         if error[0] is None:
-            self._memory = self._count()
+            self.memory = self._count()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if self._used:  # a backward has begun since: this is the next micro-batch

@@ -35,7 +35,7 @@ from halfstep.trainer.run import (
     run_config,
     with_run_folder,
 )
-from halfstep.trainer.session import Session, open_session
+from halfstep.trainer.session import open_session
 from halfstep.trainer.step import Evaluation
 from halfstep.trainer.tasks.module import Loss, Measure, ModuleTask, Parts
 
@@ -171,18 +171,8 @@ class Trainer:
         )
         self._callbacks = callbacks
         self._quiet = quiet
-        self._session: Session | None = None
-
-    @property
-    def session(self) -> Session:
-        """The run in memory, for callbacks; it exists only while :meth:`train` runs.
-
-        Raises:
-            ConfigError: If :meth:`train` is not running.
-        """
-        if self._session is None:
-            raise ConfigError("Trainer.session exists while train() runs: use it in a callback")
-        return self._session
+        self.session: Any = None
+        """The run in memory (a ``Session``), for callbacks; None while none is trained."""
 
     def stop(self) -> None:
         """End the run after one more step, with an evaluation and a checkpoint; for callbacks.
@@ -216,13 +206,13 @@ class Trainer:
         with world if own else nullcontext():
             config, path, resuming = self._placed(world, how)
             keep_freed_memory(sharded=Layout.of(config.run.parallel).shard > 1)
-            self._session = session = open_session(config, world=world, opens=self._open)
+            self.session = session = open_session(config, world=world, opens=self._open)
             session.followed = bool(self._callbacks)
             try:
                 outcome = execute(session, path, self._say, self._ticked, resuming=resuming)
             finally:
                 session.precision.close()
-                self._session = None
+                self.session = None
             for text in filter(None, (outcome.written, outcome.verdict)):
                 self._say(text)
             last, best = outcome.last, session.best

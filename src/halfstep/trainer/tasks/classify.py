@@ -21,7 +21,7 @@ from halfstep.files import write_whole
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.shown import aligned
 from halfstep.trainer.checkpoint import Exported
-from halfstep.trainer.config.tasks import ClassifyConfig, Evaluating, Predicting
+from halfstep.trainer.config.tasks import ClassifyConfig, Evaluating
 from halfstep.trainer.data.batches import (
     Examples,
     Indices,
@@ -179,7 +179,7 @@ class TrainedClassifier(Trained):
         self._require_finite(bool(np.isfinite(found).all()))
         return found
 
-    def classify(self, texts: Iterable[str], batch_size: int) -> Iterator[tuple[str, str, float]]:
+    def predict(self, texts: Iterable[str], batch_size: int) -> Iterator[tuple[str, str, float]]:
         """Yield (text, label, probability) for each text in order; reads texts as needed."""
         stream = iter(texts)
         while chunk := list(islice(stream, batch_size * _BATCHES_AT_ONCE)):
@@ -188,10 +188,6 @@ class TrainedClassifier(Trained):
             for text, number, row in zip(chunk, best, table, strict=True):
                 yield text, self.labels[number], float(row[number])
         self._note_cuts()
-
-    def predict(self, use: Predicting, texts: Iterable[str]) -> Iterator[tuple[str, str, float]]:
-        """Return (text, label, probability) for each text, in order."""
-        return self.open(use).classify(texts, use.batch_size)
 
     def evaluate(self, use: Evaluating) -> tuple[str, dict[str, Any]]:
         """Report the scores on the run's validation texts, or on ``--data``, as text and values."""
