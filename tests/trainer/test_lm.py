@@ -326,7 +326,6 @@ def test_what_cannot_be_tuned_is_refused_before_a_folder_exists(bases, data, tmp
     no_end = save_base(tmp_path / "base", eos=False)
     small = save_base(tmp_path / "small", vocab=100)
     for base, changes, words in (
-        (bases(), {"run__best_by": "accuracy"}, "best_by=accuracy is for classifiers"),
         (bases(), {"run__batch_size": 999, "run__grad_accum": 333}, "too small for"),
         ("./nowhere", {}, "nowhere"),
         (no_end, {}, "has no end-of-text token"),

@@ -61,9 +61,9 @@ _KEYS = {
     field.name: section
     for section, kind in _SECTIONS.items()
     for field in dataclasses.fields(kind)
-    if field.name not in ("name", "decay", "best_by")
+    if field.name not in ("name", "decay")
 }
-"""Setting name to its section. The three left out are explicit arguments of ``Trainer``."""
+"""Setting name to its section. The two left out are explicit arguments of ``Trainer``."""
 
 
 @dataclass(frozen=True, slots=True)

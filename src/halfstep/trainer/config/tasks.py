@@ -94,9 +94,6 @@ class FinetuneRunConfig(RunConfig):
         500,
         "Save every this many steps, besides after every evaluation and at the end; 0: only then.",
     )
-    best_by: Literal["", "accuracy", "macro_f1", "loss"] = option(
-        "", "Measure that picks the best evaluation; empty: accuracy for a classifier, else loss."
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,7 +128,7 @@ class ClassifyTask(FinetuneTask):
         """Measure loss (unsmoothed) and confusion on every validation example once."""
         shares = self.shares(self._dev.lengths, judge)
         batches = dealt(shares, partial(_rows, self._dev, pad_id=self.tokenizer.pad_id), 2)
-        return classifier_scores(self.model, batches, self.labels, judge, self.config.run.best_by)
+        return classifier_scores(self.model, batches, self.labels, judge)
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
         """Write the report on the best state so far: report.txt, report.json."""
@@ -242,12 +242,9 @@ def _rows(examples: Examples, numbers: Indices, pad_id: int) -> ClassifierBatch:
 
 @torch.no_grad()
 def classifier_scores(
-    model: Any, batches: Iterable[Batch], labels: Sequence[str], judge: Judge, best_by: str = ""
+    model: Any, batches: Iterable[Batch], labels: Sequence[str], judge: Judge
 ) -> Evaluation:
-    """Measure loss (unsmoothed) and confusion over the batches of all ranks.
-
-    ``best_by`` is the measure used as score: ``accuracy`` (also if empty), ``macro_f1``, ``loss``.
-    """
+    """Measure loss (unsmoothed) and confusion over the batches of all ranks."""
     size = len(labels)
     # summed on the device, for which the host waits once; the last cell is of what does not count
     confusion = torch.zeros(size * size + 1, dtype=torch.int64, device=judge.device)
@@ -273,7 +270,7 @@ def classifier_scores(
     return Evaluation(
         loss=loss,
         targets=examples,
-        score={"accuracy": right, "macro_f1": f1, "loss": -loss}[best_by or "accuracy"],
+        score=right,
         text=f"validation loss {loss:.4f}, accuracy {right:.4f}, macro F1 {f1:.4f} on {examples:,} "
         "examples",
         accuracy=right,

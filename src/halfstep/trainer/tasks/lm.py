@@ -50,8 +50,6 @@ class LMTask(FinetuneTask):
 
     def __init__(self, config: LMConfig, world: World, layout: Layout) -> None:
         """Load model and tokenizer, read the data; for arguments see ``open_session``."""
-        if config.run.best_by not in ("", "loss"):
-            raise ConfigError(f"run.best_by={config.run.best_by} is for classifiers; allowed: loss")
         choice = config.model
         self.model = open_causal_lm(
             choice.source,
