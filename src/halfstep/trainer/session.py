@@ -61,7 +61,6 @@ class Best:
     """The best evaluation so far."""
 
     step: int
-    score: float
     evaluation: Evaluation
 
 
@@ -156,7 +155,7 @@ class Session:
         """Remember an evaluation of this step; return whether it is the best so far."""
         if self.best is not None and _rank(evaluation) <= _rank(self.best.evaluation):
             return False
-        self.best = Best(self.step, _rank(evaluation)[0], evaluation)
+        self.best = Best(self.step, evaluation)
         return True
 
     def checkpoint(self) -> Checkpoint:
@@ -252,7 +251,7 @@ class Session:
             buffer.copy_(buffers[name])
         self.step, self.tokens = state["step"], state["tokens"]
         if best := state.get("best"):
-            self.best = Best(best["step"], best["score"], Evaluation(**best["evaluation"]))
+            self.best = Best(best["step"], Evaluation(**best["evaluation"]))
 
 
 # Making a session.

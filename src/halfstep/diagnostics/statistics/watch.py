@@ -159,7 +159,7 @@ def beyond(magnitude: float, form: FloatFormat, k: int = 0) -> bool:
     return value > limit or (value == limit and not (form.finite_only and form.has_nan))
 
 
-def window(several: Sequence[TensorStatistics], form: FloatFormat | str = "fp16") -> Window | None:
+def window(several: Sequence[TensorStatistics], form: FloatFormat) -> Window | None:
     """The loss scales 2^k at which gradients fit a format; None where all their numbers are 0.
 
     At most one per cent of all numbers together is flushed, so that a bias whose gradient is
@@ -168,11 +168,7 @@ def window(several: Sequence[TensorStatistics], form: FloatFormat | str = "fp16"
     Args:
         several: The statistics of gradients, which must be finite to be of use.
         form: The format in which they would be.
-
-    Raises:
-        PrecisionError: If there is no format of that name.
     """
-    form = as_format(form)
     counts: Counter[int] = Counter()
     for one in several:
         counts.update(one.exponents)

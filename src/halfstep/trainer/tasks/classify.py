@@ -325,7 +325,6 @@ def report_values(confusion: Sequence[Sequence[int]], labels: Sequence[str]) -> 
         "classes": [{"label": label, **score} for label, score in zip(labels, scores, strict=True)],
         "labels": list(labels),
         "confusion": [list(row) for row in confusion],
-        "loss_of_a_guess": math.log(len(labels)),
     }
 
 
