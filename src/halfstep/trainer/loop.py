@@ -66,6 +66,7 @@ class Tick:
     Attributes:
         record: The line that went into ``metrics.jsonl``.
         evaluation: The validation result, if the step ended with one.
+        checkpoint: The checkpoint that was saved, if any.
         stopped_by: Empty, or why this is the last step: a signal's name, or a callback's
             ``"stop"``.
         verdicts: The first cause of a step that was not finite, the lost-update meter's
@@ -74,6 +75,7 @@ class Tick:
 
     record: Record
     evaluation: Evaluation | None
+    checkpoint: Path | None
     stopped_by: str
     verdicts: tuple[str, ...] = ()
 
@@ -232,34 +234,34 @@ class _Books:
         self.write(record)
         verdicts = (*causes.verdicts, *self.news)
         self.news.clear()
-        return Tick(record, evaluation, "", verdicts)
+        return Tick(record, evaluation, None, "", verdicts)
 
     def close_step(
         self, taken: _Taken, causes: CauseSearch, losses: _Losses, *, due: bool, last: bool
     ) -> Tick:
         """Evaluate if that is due, write the step down, and save; its outcome is known."""
         session, evaluation, better = self._session, None, False
-        run, keeps_best = session.config.run, session.task.keeps_best
+        run, keeps_best, checkpoint = session.config.run, session.task.keeps_best, None
         if due and session.task.evaluates:
             evaluation = session.evaluate()
             better = session.note(evaluation)
         lost = losses.report() if losses.fresh and taken.result.applied else ()
         tick = self.tick(taken, causes, evaluation, lost)
         if last or _due(session.step, run.save_every) or (evaluation is not None and keeps_best):
-            self._save(last=last)
+            checkpoint = self._save(last=last)
         if better and keeps_best:
             session.world.main_only(lambda: session.report_best(self._path))
         warned = (*tick.verdicts, *losses.verdicts(lost, taken), *self.news)
         self.news.clear()
-        return replace(tick, verdicts=warned)
+        return replace(tick, checkpoint=checkpoint, verdicts=warned)
 
     def write(self, record: Record) -> None:
         """Append a step to the metrics file, which rank 0 writes."""
         if self._session.world.is_main:
             append_line(self._metrics, record.line())
 
-    def _save(self, *, last: bool) -> None:
-        """Save a checkpoint.
+    def _save(self, *, last: bool) -> Path | None:
+        """Save a checkpoint, and return its path; None where none can be written.
 
         Raises:
             CheckpointError: If none can be, and the run may not go on without.
@@ -272,7 +274,7 @@ class _Books:
         state = session.checkpoint()
         for folder in self._folders:
             try:
-                saved = save_checkpoint(
+                saved: Path = save_checkpoint(
                     folder, session.step, state, run.keep, session.world, spared=best
                 )
             except CheckpointError as error:
@@ -281,7 +283,7 @@ class _Books:
             self._failing_since = None
             if failed:
                 self.news.append(f"SAVED IN THE SECOND FOLDER, as {saved}: {failed}")
-            return
+            return saved
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         left = self._failing_since + run.save_deadline - now
@@ -292,6 +294,7 @@ class _Books:
             f"NOT SAVED: {failed}. Training goes on, tries again at the next save, and ends with "
             f"code {StorageError.exit_code} if none is written in {left:.0f} s (run.save_deadline)"
         )
+        return None
 
     @contextmanager
     def last_words(self, causes: CauseSearch) -> Iterator[None]:
