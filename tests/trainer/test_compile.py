@@ -47,11 +47,6 @@ def chosen(monkeypatch, asked="auto", device=CUDA, steps=WORTHWHILE, triton=True
     return with_choice(config, parse_policy("bf16-mixed"), device).run.compile
 
 
-def test_torch_keeps_what_it_compiles():
-    assert torch._inductor.config.fx_graph_cache
-    assert torch._functorch.config.enable_autograd_cache
-
-
 def test_auto_compiles_on_cuda_where_a_run_is_long_enough_and_triton_works(monkeypatch):
     assert chosen(monkeypatch) == "yes"
     assert chosen(monkeypatch, steps=WORTHWHILE - 1) == "no"

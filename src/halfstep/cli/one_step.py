@@ -40,9 +40,7 @@ def _trace(arguments: Trace) -> int:
 
 def _memory(arguments: Memory) -> int:
     found = [_measured(arguments, policy) for policy in arguments.precision or ("fp32", "")]
-    found = [*{each.policy: each for each in found}.values()]
-    shares = [f"{each.total / found[0].total:.2f}" for each in found]
-    print(parts_table(found, (f"vs {found[0].policy}", shares)))
+    print(parts_table([*{each.policy: each for each in found}.values()]))
     return 0
 
 

@@ -69,13 +69,14 @@ class Memory:
         return aligned(rows, {1})
 
 
-def parts_table(several: Sequence[Memory], *more: tuple[str, Sequence[str]]) -> str:
-    """Align the parts of several steps, one a row; ``more`` are columns with their heads."""
+def parts_table(several: Sequence[Memory]) -> str:
+    """Align the parts of several steps, one a row, with their share of the first one's total."""
     parts = [part for part in PARTS if any(one.part(part) for one in several)]
-    rows = [("policy", *parts, "total", *(head for head, _ in more))]
-    for i, one in enumerate(several):
+    rows = [("policy", *parts, "total", f"vs {several[0].policy}")]
+    for one in several:
         sizes = [size_text(one.part(p)) if one.part(p) else "-" for p in parts]
-        rows.append((one.policy, *sizes, size_text(one.total), *(cells[i] for _, cells in more)))
+        share = f"{one.total / several[0].total:.2f}"
+        rows.append((one.policy, *sizes, size_text(one.total), share))
     return aligned(rows, range(1, len(rows[0])))
 
 
