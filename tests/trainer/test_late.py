@@ -197,7 +197,7 @@ def evaluations(count):
         evaluate=lambda m, b: {"loss": m(b).square().mean(), "share": 0.25},
     )
     config = config_from_table({"task": "module", "run": {"batch_size": 1, "max_steps": 1}})
-    task = ModuleTask(given, config, Layout(), World())
+    task = ModuleTask(given, config, World(), Layout())
     return {
         "text": lambda: mean_loss(text_batches(count), judge),
         "classifier": lambda: classifier_scores(scores, rows, ["a", "b", "c"], judge),

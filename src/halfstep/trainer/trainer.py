@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -212,7 +213,9 @@ class Trainer:
         with world if own else nullcontext():
             config, path, resuming = self._placed(world, how)
             keep_freed_memory(sharded=Layout.of(config.run.parallel).shard > 1)
-            self.session = session = open_session(config, world=world, opens=self._open)
+            self._silent = self._quiet or not world.is_main
+            opens = partial(ModuleTask, self)
+            self.session = session = open_session(config, world=world, opens=opens)
             session.followed = bool(self._callbacks)
             try:
                 outcome = execute(session, path, self._say, self._ticked, resuming=resuming)
@@ -240,10 +243,6 @@ class Trainer:
         saved = run_config(path)
         wanted = self._config.filled(saved)
         return resumed(saved, wanted, path, other_precision=True), path, how
-
-    def _open(self, config: Any, world: World, layout: Layout) -> ModuleTask:
-        self._silent = self._quiet or not world.is_main
-        return ModuleTask(self, config, layout, world)
 
     def _say(self, text: str) -> None:
         if not self._silent:
@@ -290,7 +289,7 @@ class ModuleTask(EpochTask):
 
     config: ModuleConfig
 
-    def __init__(self, given: Trainer, config: ModuleConfig, layout: Layout, world: World) -> None:
+    def __init__(self, given: Trainer, config: ModuleConfig, world: World, layout: Layout) -> None:
         """Copy rank 0's weights of the module to all ranks; ``given`` has what the user gave."""
         self.model = given.model
         self.evaluates = self.keeps_best = given.val_data is not None
