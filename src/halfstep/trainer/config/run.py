@@ -175,10 +175,9 @@ class RunConfig:
         '"auto" (CUDA where there is one, a Mac\'s GPU, else CPU), '
         '"cpu", "mps", "cuda" or "cuda:N".',
     )
-    compile: Literal["auto", "yes", "no"] = option(
-        "auto",
-        "Run the model through torch.compile; auto: on CUDA, in runs long enough to gain by it "
-        "(docs/training.md); --compile alone: yes.",
+    compile: Literal["yes", "no"] = option(
+        "no",
+        "Run the model through torch.compile (docs/training.md); --compile alone: yes.",
         bare="yes",
     )
 
