@@ -467,7 +467,7 @@ def _observed(session: Session, path: Path, news: list[str]) -> Iterator[None]:
             stack.enter_context(part("diagnostics.health:LayerHealth")(
                 *given, every=run.health_every, to=path / HEALTH, start=session.step,
                 tell=lambda text: news.append(f"layer health: {text}"),
-                outputs=not session.compiled,
+                outputs=run.compile == "no",
             ))  # fmt: skip
         yield
 

@@ -103,11 +103,6 @@ class Session:
         progress = precision.progress if scaled else precision.outcome.progress
         return self.step - progress.skipped_total
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the model runs through ``torch.compile``."""
-        return self.config.run.compile == "yes"
-
     def micro_batches(self, step: int) -> MicroBatches:
         """Return this rank's micro-batches of a step, on the host.
 
