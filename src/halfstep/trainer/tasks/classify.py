@@ -295,8 +295,8 @@ def classifier_scores(
 # (column). A ratio 0 / 0 is 0, as in scikit-learn's classification_report with zero_division=0.
 
 
-def class_scores(confusion: Sequence[Sequence[int]]) -> list[dict[str, float]]:
-    """Compute precision, recall, F1 and support (number of examples) of each class.
+def report_values(confusion: Sequence[Sequence[int]], labels: Sequence[str]) -> dict[str, Any]:
+    """Return the scores of all classes, and the confusion matrix, as plain values for JSON.
 
     **Source:** van Rijsbergen, "Information Retrieval", 1979, chapter 7.
     """
@@ -312,12 +312,6 @@ def class_scores(confusion: Sequence[Sequence[int]]) -> list[dict[str, float]]:
                 "support": support,
             }
         )
-    return scores
-
-
-def report_values(confusion: Sequence[Sequence[int]], labels: Sequence[str]) -> dict[str, Any]:
-    """Return the scores of all classes, and the confusion matrix, as plain values for JSON."""
-    scores = class_scores(confusion)
     hits = sum(row[number] for number, row in enumerate(confusion))
     return {
         "accuracy": hits / sum(map(sum, confusion)),
