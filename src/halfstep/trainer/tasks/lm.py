@@ -63,8 +63,8 @@ class LMTask(FinetuneTask):
             config = dataclasses.replace(config, data=data)
             self.notes.append(f"rows have the model's {limit} positions")
         self.tokenizer = open_tokenizer(choice.source, max_length=data.max_length, model=self.model)
-        packing = self.model.keeps_documents_apart()
-        self.data = read_instructions(data, self.tokenizer, config.run.seed, packing=packing)
+        self._packing = self.model.keeps_documents_apart()
+        self.data = read_instructions(data, self.tokenizer, config.run.seed, packing=self._packing)
         if choice.lora_r:
             self.leaves = "adapter"
             self.model = add_lora(
@@ -117,6 +117,7 @@ class LMTask(FinetuneTask):
         super().save(folder)
         about = {
             "template": self.data.template,
+            "packing": self._packing,
             "base_model": self.identity["base model"],
         }
         (folder / PROMPT_FILE).write_text(json.dumps(about, indent=1), encoding="utf-8")
@@ -178,12 +179,15 @@ class TrainedLM(Trained):
     tokenizer: PretrainedTokenizer
     template: str
     """The prompt template of training."""
+    packing: bool
+    """Whether several documents share a row; padding gives the same loss."""
 
     def load(self) -> None:
         """Load the best state: the whole model, or the adapter on its base model."""
         config, folder = self.config, model_folder(self.path)
         about = read_json(self.path / PROMPT_FILE)
         self.template, base = about["template"], about["base_model"]
+        self.packing = about.get("packing", False)
         if config.model.lora_r:
             self.model = open_adapted_lm(folder)
             if frozen_fingerprint(self.model) != base:
@@ -227,7 +231,7 @@ class TrainedLM(Trained):
         if use.data:
             data = dataclasses.replace(data, train=use.data, dev=use.data)
         seed = self.config.run.seed
-        rows = read_instructions(data, self.tokenizer, seed, packing=False).dev_rows
+        rows = read_instructions(data, self.tokenizer, seed, packing=self.packing).dev_rows
         shares = evaluation_shares(rows.lengths, use.batch_size, use.max_batches)
         batches = dealt(shares, partial(lm_batch, rows, pad_id=self.tokenizer.pad_id), 1)
         judge = Judge(self.model.loss_sum, self.around, self.device)
