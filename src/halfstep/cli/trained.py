@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,8 +52,6 @@ def run(arguments: Predicting | Generating | Evaluating | Exporting) -> int:
         case Predicting():
             _predict(arguments)
         case Generating():
-            prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-            arguments = replace(arguments, prompt=prompt)
             print(open_trained(arguments, "generate").generate(arguments))
         case Evaluating():
             _evaluate(arguments)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import REMAINDER
@@ -118,13 +117,8 @@ class MemoryMeter:
             batch: Inputs and targets, in any nesting, to count them apart.
             logits: The number of classes or tokens, which tells saved logits from other
                 activations.
-
-        Raises:
-            PrecisionError: If ``precision`` is not a Precision.
         """
-        self._precision = require(
-            precision, Precision, "MemoryMeter(precision)", "a halfstep.Precision"
-        )
+        self._precision = precision
         self._batch, self._logits = list(tensors_in(batch)), logits
         weights = (*precision.model.parameters(), *precision.model.buffers())
         self._weights = {id(s): s for s in map(_storage, weights)}

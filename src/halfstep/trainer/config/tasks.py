@@ -243,7 +243,7 @@ class Predicting(Use):
 class Generating(Use):
     """Write text with a trained model."""
 
-    prompt: str = option("", "Text to go on from; '-' reads stdin.")
+    prompt: str = option("", "Text to go on from.")
     max_new_tokens: Count = option(200, "Write at most this many tokens.")
     temperature: Amount = option(0.8, "How boldly to sample; 0: always the likeliest token.")
     seed: int = option(0, "Random seed of the sampling.")
