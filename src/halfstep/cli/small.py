@@ -22,7 +22,6 @@ from halfstep.report.record import read_run
 from halfstep.shown import aligned
 from halfstep.trainer.checkpoint import folders_of
 from halfstep.trainer.config.config import config_from_table, config_to_table
-from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, environment
 from halfstep.trainer.loop import attempt
 from halfstep.trainer.run import resume, run_config
@@ -127,17 +126,6 @@ def _measured(arguments: Memory, policy: str) -> Held:
 @contextmanager
 def _opened(arguments: OneStep, precision: str) -> Iterator[Session]:
     """Open a session that is about to take the step, under a policy or, if empty, its own."""
-    config = _config(arguments, precision)
-    session = open_session(config)
-    try:
-        resume(session, folders_of(config.run, Path(arguments.run)))
-        yield session
-    finally:
-        session.task.close()
-        session.precision.close()
-
-
-def _config(arguments: OneStep, precision: str) -> BaseConfig:
     given = config_to_table(run_config(Path(arguments.run)))
     given["precision"] = precision or given["precision"]
     given["run"]["device"] = arguments.device or given["run"]["device"]
@@ -148,4 +136,11 @@ def _config(arguments: OneStep, precision: str) -> BaseConfig:
             "halfstep.MemoryMeter there"
         )
     # the step of one process, whatever layout the run had, and of operations that can be seen
-    return replace(config, run=replace(config.run, parallel="", compile="no"))
+    config = replace(config, run=replace(config.run, parallel="", compile="no"))
+    session = open_session(config)
+    try:
+        resume(session, folders_of(config.run, Path(arguments.run)))
+        yield session
+    finally:
+        session.task.close()
+        session.precision.close()
