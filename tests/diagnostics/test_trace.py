@@ -145,6 +145,8 @@ def test_without_a_precision_a_policy_is_needed_to_compare():
     with pytest.raises(PrecisionError, match="policy is a NoneType"):
         ran.differences()
     assert len(ran.differences("bf16-mixed")) == 2
+    with pytest.raises(PrecisionError, match=r"trace\(precision\)"):
+        trace(model, "bf16-mixed")
 
 
 def low_bit_model():

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.diagnostics.module_calls import ModuleCalls
 from halfstep.diagnostics.nonfinite.operations import floating, operation
-from halfstep.precision.border import require_model
+from halfstep.precision.border import require, require_model
 from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.casting.op_table import OPS
 from halfstep.precision.low_bit import linear
@@ -96,7 +96,7 @@ class trace(TorchDispatchMode):
         policy: The policy of the step; None without one.
 
     Raises:
-        PrecisionError: If ``model`` is none.
+        PrecisionError: If an argument is of another type.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -116,6 +116,8 @@ class trace(TorchDispatchMode):
     def __init__(self, model: nn.Module, precision: Precision | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = require_model(model, "trace(model)")
+        if precision is not None:
+            require(precision, Precision, "trace(precision)", "a halfstep.Precision, or None")
         self.policy = None if precision is None else precision.policy
         self.operations: tuple[Operation, ...] = ()
         self._modules = ModuleCalls(model)
