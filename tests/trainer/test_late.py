@@ -134,9 +134,29 @@ def test_an_error_names_its_own_step(corpus, tmp_path, step):
 # Batches
 
 
-def test_batches_are_made_a_step_ahead_by_the_thread_that_trains(monkeypatch):
-    """Whose random numbers a user's dataset draws in order."""
-    made = []
+class Stream:
+    """A stream of copies, which says what waits for it."""
+
+    def __init__(self, *_: object) -> None:
+        self.seen: list[str] = []
+
+    def __enter__(self) -> None:
+        self.seen.append("copying")
+
+    def __exit__(self, *_: object) -> None:
+        self.seen.append("copied")
+
+    def wait_stream(self, other) -> None:
+        self.seen.append("waits")
+        other.seen.append("awaited")
+
+
+def test_batches_are_copied_a_step_ahead_and_owned_by_both_streams(monkeypatch):
+    main, made, recorded = Stream(), [], []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: recorded.append((t, s)))
     monkeypatch.setattr("halfstep.trainer.step.to_device", lambda batch, device: batch)
 
     def make(step):
@@ -146,16 +166,21 @@ def test_batches_are_made_a_step_ahead_by_the_thread_that_trains(monkeypatch):
     ahead = Ahead(make, torch.device("cuda"))
     first = ahead.take(0)  # nothing was made ahead, as after a resume
     ahead.prepare(1)
+    assert [step for step, _ in made] == [0, 1]
+    assert ahead._copies.seen == ["copying", "copied", "awaited", "copying", "copied"]
     second = ahead.take(1)
     assert [step for step, _ in made] == [0, 1]
     assert (first.batches[0][0].tolist(), second.batches[0][0].tolist()) == ([0, 0], [1, 1])
+    assert [(t.tolist(), s is main) for t, s in recorded] == [([0, 0], True), ([1, 1], True)]
     ahead.prepare(2)
     assert ahead.take(5).batches[0][0].tolist() == [5, 5]  # another step than the one foreseen
+    # by the thread that trains, whose random numbers a user's dataset draws in order
     assert {thread for _, thread in made} == {threading.get_ident()}
 
     here = Ahead(make, torch.device("cpu"))  # where nothing is made ahead
     here.prepare(8)
     assert made[-1][0] == 5
+    assert here.take(8).batches[0][0].tolist() == [8, 8]
 
 
 # Evaluations

@@ -81,7 +81,7 @@ class MicroBatches:
 
 
 class Ahead:
-    """Makes the micro-batches of each step; for CUDA a step ahead, while the device works.
+    """Makes the micro-batches of each step; for CUDA a step ahead, so that copies cost no time.
 
     ``make`` must depend on the step alone. So there is no position to save: a run that ends drops
     what was made ahead, and a resumed one makes the same again.
@@ -90,20 +90,36 @@ class Ahead:
     def __init__(self, make: Callable[[int], MicroBatches], device: torch.device) -> None:
         """Make nothing yet; ``make`` returns a step's micro-batches on the host."""
         self._make, self._device = make, device
+        self._copies: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._next: tuple[int, MicroBatches] | None = None
 
     def take(self, step: int) -> MicroBatches:
-        """Return the micro-batches of a step."""
+        """Return the micro-batches of a step, on the device."""
         number, made = self._next or (-1, None)
         self._next = None
-        return self._make(step) if made is None or number != step else made
+        if made is None or number != step:
+            made = self._made(step)
+        if self._copies is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_stream(self._copies)
+            # their memory is of the other stream, which must not reuse it before this one is done
+            tree_map_only(Tensor, lambda t: t.record_stream(stream), made.batches)
+        return made
 
     def prepare(self, step: int) -> None:
         """Make the micro-batches of a later step while the device works on this one."""
-        if self._device.type == "cuda":
-            made = self._make(step)
+        if self._copies is not None:
+            self._next = step, self._made(step)
+
+    def _made(self, step: int) -> MicroBatches:
+        made = self._make(step)
+        if self._copies is None:
+            return made
+        with torch.cuda.stream(self._copies):
             here = [to_device(batch, self._device) for batch in made.batches]
-            self._next = step, replace(made, batches=here)
+        return replace(made, batches=here)
 
 
 # The optimizer and its learning rate, by name.
