@@ -1,6 +1,9 @@
-"""What ``compile`` means: that a run compiles once, and by block where it must."""
+"""What ``compile`` means: when a run compiles, what it says, and that it compiles once."""
 
 from __future__ import annotations
+
+import dataclasses
+import json
 
 import pytest
 import torch
@@ -9,12 +12,14 @@ from torch._dynamo.utils import counters
 
 import halfstep
 from halfstep.distributed.layout import Layout
-from halfstep.trainer.session import compiled_
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer import session as making
+from halfstep.trainer.session import WORTHWHILE, compiled_, with_choice
 from trainer.runs import run, small_config
 
 # Dynamo warns about what it does itself while it traces.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-ONE = Layout()
+CUDA, CPU, ONE = torch.device("cuda"), torch.device("cpu"), Layout()
 
 
 @pytest.fixture
@@ -33,6 +38,25 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
+def chosen(monkeypatch, asked="auto", device=CUDA, steps=WORTHWHILE, triton=True, status="native"):
+    config = small_config("text.txt", run__compile=asked, run__max_steps=steps)
+    monkeypatch.setattr(making, "has_triton", lambda: triton)
+    found = halfstep.support("fp32", "cpu")
+    found = dataclasses.replace(found, status=status)
+    monkeypatch.setattr(making, "support", lambda *_: found)
+    return with_choice(config, parse_policy("bf16-mixed"), device).run.compile
+
+
+def test_auto_compiles_on_cuda_where_a_run_is_long_enough_and_triton_works(monkeypatch):
+    assert chosen(monkeypatch) == "yes"
+    assert chosen(monkeypatch, steps=WORTHWHILE - 1) == "no"
+    assert chosen(monkeypatch, triton=False) == "no"
+    assert chosen(monkeypatch, status="simulated") == "no"
+    assert chosen(monkeypatch, device=CPU) == "no"
+    assert chosen(monkeypatch, "no") == "no"
+    assert chosen(monkeypatch, "yes", device=CPU, steps=2) == "yes"
+
+
 def test_a_run_compiles_once_and_goes_on_as_it_began(corpus, tmp_path, traced):
     config = small_config(corpus, "fp32", run__compile="yes", run__eval_batches=0)
     session, _ = run(config, tmp_path / "r", until=4)
@@ -42,6 +66,14 @@ def test_a_run_compiles_once_and_goes_on_as_it_began(corpus, tmp_path, traced):
     assert len(ticks) == 4
     assert not counters["graph_break"]
     assert graphs >= 1
+
+
+def test_what_auto_came_to_is_in_the_run(corpus, tmp_path):
+    config = small_config(corpus, run__max_steps=4)
+    assert config.run.compile == "auto"
+    run(config, tmp_path / "r")
+    state = next((tmp_path / "r").glob("checkpoints/*4/state.json"))
+    assert json.loads(state.read_text())["config"]["run"]["compile"] == "no"
 
 
 class Texts(nn.Module):

@@ -78,7 +78,7 @@ def test_strings_of_the_command_line_become_the_fields_types():
             ("run.max_steps", 3.5, ["run.max_steps", "an integer"]),
             ("run.max_steps", "0", ["run.max_steps=0", ">= 1"]),
             ("run.seed", str(2**63), [f"run.seed={2**63}; allowed: 0 to 2^63 - 1"]),
-            ("run.compile", "soon", ["run.compile", "allowed: yes, no"]),
+            ("run.compile", "soon", ["run.compile", "allowed: auto, yes, no"]),
             ("optimizer.learning_rate", "nan", ["optimizer.learning_rate", "finite"]),
             ("optimizer.beta2", "1", ["optimizer.beta2", "< 1"]),
             ("run.grad_accum", "3", ["run.batch_size=16", "run.grad_accum=3"]),

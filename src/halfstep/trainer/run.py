@@ -303,6 +303,8 @@ def resumed(
     """
     if isinstance(wanted.precision, str):
         wanted = replace(wanted, precision=saved.precision)
+    if wanted.run.compile == "auto":  # whose last bits may be others
+        wanted = replace(wanted, run=replace(wanted.run, compile=saved.run.compile))
     # RESUMABLE spells keys of the section run without it
     a, b = ({k.removeprefix("run."): v for k, v in dotted(c).items()} for c in (saved, wanted))
     allowed = RESUMABLE | {"name"} | ({"precision"} if other_precision else set())

@@ -174,9 +174,10 @@ class RunConfig:
         "auto",
         '"auto" (CUDA where there is one, else CPU), "cpu", "cuda" or "cuda:N".',
     )
-    compile: Literal["yes", "no"] = option(
-        "no",
-        "Run the model through torch.compile (docs/training.md); --compile alone: yes.",
+    compile: Literal["auto", "yes", "no"] = option(
+        "auto",
+        "Run the model through torch.compile; auto: on CUDA, in runs long enough to gain by it "
+        "(docs/training.md); --compile alone: yes.",
         bare="yes",
     )
 
