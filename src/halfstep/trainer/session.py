@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils._triton import has_triton
 
 from halfstep.distributed.layout import Layout
@@ -34,7 +35,7 @@ from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.shards import Shard, shard_of
-from halfstep.trainer.step import Ahead, Evaluation, Judge, LossSum, MicroBatches
+from halfstep.trainer.step import Ahead, Batch, Evaluation, Judge, LossSum, MicroBatches
 from halfstep.trainer.tasks.task import Task, dropout_seed, facts, micro_batches
 
 if TYPE_CHECKING:
@@ -344,11 +345,20 @@ def compiled_(task: Task, plan: ParallelPlan, layout: Layout) -> LossSum:
     """Return the task's loss, compiled; where ranks hold parts of the weights, by block.
 
     The hooks that gather a block's weights run around its graph, not in it; sums over tensor ranks
-    are in it.
+    are in it. Where batches differ in their lengths, one graph is for all of them, and is not
+    compiled again for the next length.
     """
     if layout.shard * layout.tensor > 1 or task.by_block:
         for block in plan.blocks:
             block.forward = torch.compile(block.forward)
         return task.loss_sum
     compiled: LossSum = torch.compile(task.loss_sum)
-    return compiled
+    if not task.lengths_vary:
+        return compiled
+
+    def loss_sum(batch: Batch) -> tuple[Tensor, Tensor]:
+        for tensor in tree_leaves(batch):
+            torch._dynamo.maybe_mark_dynamic(tensor, [*range(tensor.dim())])
+        return compiled(batch)
+
+    return loss_sum

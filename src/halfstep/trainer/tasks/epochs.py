@@ -54,6 +54,7 @@ class FinetuneTask(EpochTask):
     model: Pretrained
     tokenizer: PretrainedTokenizer
     keeps_best = True
+    lengths_vary = True
     leaves = "model"
     """What the run leaves, in a word."""
 

@@ -54,6 +54,8 @@ class Task(Protocol):
     """Whether there is validation data."""
     keeps_best: bool
     """Whether the state with the best evaluation is kept, besides the newest."""
+    lengths_vary: bool = False
+    """Whether batches of one run have rows of different lengths."""
     by_block: bool = False
     """Whether only the model's blocks can be compiled, and not what is around them."""
 
