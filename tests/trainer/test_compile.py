@@ -14,7 +14,7 @@ import halfstep
 from halfstep.distributed.layout import Layout
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer import session as making
-from halfstep.trainer.session import WORTHWHILE, compiled_, with_choice
+from halfstep.trainer.session import WORTHWHILE, compiled_, tune_, with_choice
 from trainer.runs import run, small_config
 
 # Dynamo warns about what it does itself while it traces.
@@ -120,3 +120,36 @@ def test_blocks_are_compiled_where_ranks_shard_and_the_hooks_around_them_are_not
     assert seen == [False] * 5
     # for all twelve one graph, one for an input without a gradient, and again for rows that vary
     assert graphs == [2, 2, 4, 4, 4]
+
+
+def test_convolutions_on_cuda_are_laid_out_as_they_run_fastest():
+    model, mixed = nn.Sequential(nn.Conv2d(3, 8, 3)), parse_policy("bf16-mixed")
+    assert tune_(model, mixed, CPU) == tune_(nn.Linear(2, 2), mixed, CUDA) == []
+    (tf32,) = tune_(model, parse_policy("fp32"), CUDA)
+    assert tf32.startswith("TF32 is off, also in convolutions")
+    assert model[0].weight.is_contiguous()
+    assert tune_(model, mixed, CUDA) == ["images are laid out as channels_last"]
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert tune_(nn.Linear(2, 2), parse_policy("tf32"), CUDA) == ["TF32 is on"]
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split", "bf16-split,moments=8bit"])
+def test_channels_last_is_only_a_layout_to_optimizer_and_checkpoint(tmp_path, policy, monkeypatch):
+    """Nearly, not exactly: the sums of a convolution come in another order."""
+    x = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    data, found = [(x[i], i % 4) for i in range(16)], []
+    for device in (CPU, CUDA):
+        torch.manual_seed(1)
+        flat = (nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 4))
+        model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *flat)
+        tune_(model, parse_policy("bf16-mixed"), device)
+        trainer = halfstep.Trainer(
+            model, data, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), val_data=data,
+            precision=policy, max_steps=3, batch_size=8, device="cpu", quiet=True,
+            output_dir=str(tmp_path / f"{device.type}"),
+        )  # fmt: skip
+        found.append(trainer.train().evaluation.loss)
+        weight = model[0].weight
+        assert weight.is_contiguous(memory_format=torch.channels_last) == (device == CUDA)
+        assert trainer.train(resume=True).step == 3
+    assert found[0] == pytest.approx(found[1], rel=2e-2)
