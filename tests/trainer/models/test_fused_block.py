@@ -5,10 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.trainer.runs import ON_CPU, run, small_config
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from halfstep import Precision, support
 from halfstep.kernels.library import loaded
+from halfstep.optim import AdamW
+from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.models import GPTConfig, gpt
 from halfstep.trainer.models.gpt import Block
 
@@ -29,8 +33,8 @@ def block(config=CONFIG, dtype=torch.float32):
 def fused(monkeypatch):
     """How often the one function ran."""
     runs = []
-    run = gpt._FusedBlock.apply
-    counted = staticmethod(lambda *a: (runs.append(1), run(*a))[1])
+    apply = gpt._FusedBlock.apply
+    counted = staticmethod(lambda *a: (runs.append(1), apply(*a))[1])
     monkeypatch.setattr(gpt._FusedBlock, "apply", counted)
     return runs
 
@@ -115,6 +119,7 @@ CHANGES = {
     "hook": lambda m: m.mlp.up.register_forward_hook(lambda *_: None),
     "outer hook": lambda m: m.attn.register_full_backward_hook(lambda *_: None),
     "forward": lambda m: setattr(m.attn.proj, "forward", lambda x: x),
+    "another's forward": lambda m: setattr(m.attn.proj, "forward", m.attn_norm.forward),
     "tensor": lambda m: setattr(m.mlp.down, "weight", Own(m.mlp.down.weight.detach())),
     "attention": lambda m: setattr(m, "attn", Doubled()),
     "MLP": lambda m: setattr(m, "mlp", Doubled()),
@@ -124,16 +129,37 @@ CHANGES = {
         for place in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down")
     },
 }
+RULES = {n: f",keep_fp32=0.{n}" for n in ("attn_norm", "attn", "attn.qkv", "mlp", "mlp.*")}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_layer_runs_itself(change, fused):
-    model = block()
-    CHANGES[change](model)
+@pytest.mark.parametrize("change", ["", *CHANGES, *RULES])
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_changed_layer_runs_itself(change, policy, late, fused):
+    model, rule = nn.Sequential(block()), RULES.get(change, "")
+    changed = CHANGES.get(change, lambda _: None)
+    if not late:
+        changed(model[0])
+    precision = Precision(policy + rule, model, AdamW(model.parameters()))
+    if late:
+        changed(model[0])
     x = torch.randn(2, 10, 128, requires_grad=True)  # hooks on gradients want one
-    with torch.autocast("cpu", torch.bfloat16):
+    with precision.autocast():
         model(x).sum().backward()
-    assert fused == []
+    assert len(fused) == (not change)
+
+
+@pytest.mark.parametrize("policy", ON_CPU)
+def test_the_trainer_takes_the_block_under_every_policy_of_bf16(
+    policy, fused, corpus, tmp_path, monkeypatch
+):
+    blocks, compute = [], Block._compute
+    monkeypatch.setattr(Block, "_compute", lambda *a: (blocks.append(1), compute(*a))[1])
+    run(small_config(corpus, policy, run__max_steps=2), tmp_path / "run")
+    native = support(policy, "cpu").status == "native"
+    assert len(blocks) > 2
+    taken = native and POLICIES[policy].compute_dtype == torch.bfloat16
+    assert len(fused) == taken * len(blocks)
 
 
 def test_dropout_and_other_formats_run_layer_by_layer(fused):

@@ -28,6 +28,7 @@ from halfstep.kernels.rows import (
     norm_gradients,
     normalised,
 )
+from halfstep.precision.casting.cast import runs_as_written
 from halfstep.precision.casting.op_casts import is_plain, may_run
 from halfstep.precision.loss_head import linear_cross_entropy, matmul_dtype
 from halfstep.precision.masters.local_part import local_part, part_like
@@ -395,8 +396,8 @@ def _unchanged(block: nn.Module) -> _Weights | None:
     """The parameters of a block's six layers; None where somebody changed one.
 
     Changed are a module of another class (a subclass, too), one with hooks that are not passive
-    (tensor parallelism, a user's, a watch's) or with a ``forward`` of its own, and parameters of a
-    subclass of tensors.
+    (tensor parallelism, a user's, a watch's) or with a ``forward`` of its own (a user's, a rule's),
+    and parameters of a subclass of tensors.
     """
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
@@ -404,7 +405,7 @@ def _unchanged(block: nn.Module) -> _Weights | None:
     for name, expected in _AS_BUILT.items():
         m: Any = block.get_submodule(name)
         hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-        if type(m) is not expected or "forward" in m.__dict__ or (any(hooks) and _active(hooks)):
+        if type(m) is not expected or not runs_as_written(m) or (any(hooks) and _active(hooks)):
             return None
         if m._parameters:
             found += (m._parameters.get("weight"), m._parameters.get("bias"))
