@@ -303,14 +303,6 @@ class OutsideCall(Region):
         return cast_floating(output, torch.float32)
 
 
-def runs_as_written(module: nn.Module) -> bool:
-    """Whether inside a context a module runs its class's forward, in the format around it."""
-    region = region_of(module)
-    if type(region) is OutsideCall:
-        return region.replaced is None and region.module is module
-    return "forward" not in module.__dict__
-
-
 class RecurrentCall(OutsideCall):
     """The same of what has a recurrent layer, which torch.compile cannot trace: it is not asked."""
 

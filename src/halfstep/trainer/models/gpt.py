@@ -6,7 +6,7 @@ Shapes: B batch, T positions, C width, V vocabulary, N = B T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from halfstep.kernels.rows import (
     norm_gradients,
     normalised,
 )
-from halfstep.precision.casting.cast import runs_as_written
+from halfstep.precision.casting.cast import OutsideCall, region_of
 from halfstep.precision.casting.op_casts import is_plain, may_run
 from halfstep.precision.loss_head import linear_cross_entropy, matmul_dtype
 from halfstep.precision.masters.local_part import local_part, part_like
@@ -405,15 +405,14 @@ def _unchanged(block: nn.Module) -> _Weights | None:
     for name, expected in _AS_BUILT.items():
         m: Any = block.get_submodule(name)
         hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-        if type(m) is not expected or not runs_as_written(m) or (any(hooks) and _active(hooks)):
+        passive = all(getattr(h, "passive", False) for some in hooks for h in some.values())
+        region = region_of(m)  # with 16-bit weights, for a call outside of a context
+        ours = type(region) is OutsideCall and region.module is m and region.replaced is None
+        if type(m) is not expected or not (passive and (ours or "forward" not in m.__dict__)):
             return None
         if m._parameters:
             found += (m._parameters.get("weight"), m._parameters.get("bias"))
     return _Weights(*found) if all(map(is_plain, found)) else None
-
-
-def _active(hooks: Iterable[Mapping[int, Any]]) -> bool:
-    return not all(getattr(hook, "passive", False) for some in hooks for hook in some.values())
 
 
 class _FusedBlock(torch.autograd.Function):
