@@ -3,11 +3,13 @@
 import copy
 import gc
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
+from halfstep import Precision
 from halfstep.optim import AdamW
 
 
@@ -43,7 +45,8 @@ def turned(parameters, optimizer):
 
 
 def new_moments(parameters, optimizer):
-    optimizer.state[parameters[1]]["exp_avg"] = torch.ones_like(parameters[1])
+    state = optimizer.state[parameters[1]]
+    state["exp_avg"] = torch.ones_like(state["exp_avg"])
 
 
 def another_step_number(parameters, optimizer):
@@ -94,6 +97,31 @@ def test_a_change_between_steps_is_noticed(change):
             optimizer.step()
         states = [v for p in parameters for v in optimizer.state.get(p, {}).values()]
         found.append([*(p.detach() for p in parameters), *states])
+    assert len(found[0]) == len(found[1])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+HELD = no_state, new_moments, loaded, a_parameter_less
+
+
+@pytest.mark.parametrize("change", HELD, ids=lambda change: change.__name__)
+def test_both_forms_of_what_an_optimizer_holds_are_kept_until_it_changes(change):
+    found = []
+    for kept in (True, False):
+        model = nn.ParameterList(nn.Parameter(torch.full((9,), 0.1 * i)) for i in range(3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        precision, forms = Precision("bf16-master", model, optimizer), []
+        for number in range(6):
+            if number == 3:
+                change([*model], optimizer)
+            if not kept:
+                precision.masters.exchange._forms.clear()
+            with precision.autocast():
+                loss = sum((p.float() - number).square().sum() for p in model)
+            precision.step(loss)
+            forms.append(precision.masters.exchange._forms[optimizer])
+        assert [a is b for a, b in pairwise(forms)][1:] == [kept, False, kept, kept]
+        found.append([*model, *(v for state in optimizer.state.values() for v in state.values())])
     assert len(found[0]) == len(found[1])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
