@@ -101,29 +101,19 @@ def test_a_change_between_steps_is_noticed(change):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-HELD = no_state, new_moments, loaded, a_parameter_less
-
-
-@pytest.mark.parametrize("change", HELD, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [no_state, new_moments, loaded, a_parameter_less])
 def test_both_forms_of_what_an_optimizer_holds_are_kept_until_it_changes(change):
-    found = []
-    for kept in (True, False):
-        model = nn.ParameterList(nn.Parameter(torch.full((9,), 0.1 * i)) for i in range(3))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        precision, forms = Precision("bf16-master", model, optimizer), []
-        for number in range(6):
-            if number == 3:
-                change([*model], optimizer)
-            if not kept:
-                precision.masters.exchange._forms.clear()
-            with precision.autocast():
-                loss = sum((p.float() - number).square().sum() for p in model)
-            precision.step(loss)
-            forms.append(precision.masters.exchange._forms[optimizer])
-        assert [a is b for a, b in pairwise(forms)][1:] == [kept, False, kept, kept]
-        found.append([*model, *(v for state in optimizer.state.values() for v in state.values())])
-    assert len(found[0]) == len(found[1])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    model = nn.ParameterList(nn.Parameter(torch.ones(9)) for _ in range(3))
+    optimizer, forms = torch.optim.AdamW(model.parameters()), []
+    precision = Precision("bf16-master", model, optimizer)
+    for number in range(6):
+        if number == 3:
+            change([*model], optimizer)
+        with precision.autocast():
+            loss = sum(p.float().square().sum() for p in model)
+        precision.step(loss)
+        forms.append(precision.masters.exchange._forms[optimizer])
+    assert [a is b for a, b in pairwise(forms)][1:] == [True, False, True, True]
 
 
 def test_tasks_are_kept_but_gradients_are_not():
