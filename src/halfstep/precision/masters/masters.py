@@ -381,7 +381,8 @@ class MasterWeights:
             if id(target) in own:
                 target.grad_dtype = None
             elif gradient.dtype is not target.dtype and (gradient.is_sparse or gradient.is_cpu):
-                gradient = gradient.to(target.dtype)
+                fp32 = target.dtype is torch.float32  # float() costs the host two thirds of to()
+                gradient = gradient.float() if fp32 else gradient.to(target.dtype)
             elif gradient.dtype is not target.dtype:
                 low.append(gradient)
                 gradient = torch.empty_like(gradient, dtype=target.dtype)
