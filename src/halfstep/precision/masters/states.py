@@ -44,13 +44,12 @@ class _Form:
     def __init__(self, held: Sequence[Tensor], states: dict[Tensor, Any]) -> None:
         self.states = states
         values = chain.from_iterable(state.values() for state in states.values())
-        # held, so that nothing else can have their ids
-        self._objects = [*held, *states, *map(len, states.values()), *values]
+        # kept, so that nothing else can have their ids
+        self.held = [*held, *states, *map(len, states.values()), *values]
 
     def is_as(self, other: _Form) -> bool:
         """Whether all of both are the same objects."""
-        one, two = self._objects, other._objects
-        return len(one) == len(two) and all(map(operator.is_, one, two))
+        return len(self.held) == len(other.held) and all(map(operator.is_, self.held, other.held))
 
 
 class Exchange:

@@ -133,9 +133,8 @@ class GPT(nn.Module):
         """Compute fp32 logits of hidden states ``(..., C)`` by the same matmul as the loss head."""
         weight_VC = self.wte.weight
         dtype = matmul_dtype(x_C, weight_VC)
-        logits_V = F.linear(x_C.to(dtype), weight_VC.to(dtype))
         wide = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
-        return logits_V.to(wide)
+        return F.linear(x_C.to(dtype), weight_VC.to(dtype)).to(wide)
 
     def blocks(self) -> list[nn.Module]:
         """Return the transformer blocks in order."""
@@ -272,9 +271,8 @@ class CausalSelfAttention(nn.Module):
         # unflatten infers the number of heads: all of them, or this tensor-parallel rank's.
         qkv_BTH3D = self.qkv(x_BTC).unflatten(-1, (-1, 3, self.head_dim))
         q_BHTD, k_BHTD, v_BHTD = qkv_BTH3D.transpose(1, 2).unbind(dim=3)
-        drop = self.dropout if self.training else 0.0
         y_BHTD = F.scaled_dot_product_attention(
-            q_BHTD, k_BHTD, v_BHTD, dropout_p=drop, is_causal=True
+            q_BHTD, k_BHTD, v_BHTD, None, self.dropout if self.training else 0.0, is_causal=True
         )
         y_BTC: Tensor = self.proj(y_BHTD.transpose(1, 2).flatten(2))
         return y_BTC
