@@ -73,7 +73,7 @@ class Explain:
     policies: tuple[str, ...] = option(
         (), "Names, field strings or files; default: all.", positional=True
     )
-    device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class Doctor:
     Paste the output of --json into an issue.
     """
 
-    device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.")
     json: bool = option(False, "Print one JSON object on stdout.")
 
 

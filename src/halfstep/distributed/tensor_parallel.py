@@ -76,12 +76,9 @@ def _check(name: str, module: nn.Module, text: str, ranks: int) -> None:
             f"{name} is a {type(module).__name__}; its style splits nn.Linear only: "
             "give it the style replicate"
         )
-    size = module.out_features if style == "colwise" else module.in_features
-    _require_shares(name, "outputs" if style == "colwise" else "inputs", size, unit or 1, ranks)
-
-
-def _require_shares(name: str, what: str, size: int, unit: int, ranks: int) -> None:
-    """Refuse ``size`` features that ranks cannot share equally in whole units."""
+    size, what, unit = module.in_features, "inputs", unit or 1
+    if style == "colwise":
+        size, what = module.out_features, "outputs"
     if size % unit:
         raise ConfigError(f"{name}: {size} {what} are no multiple of the unit {unit}")
     units = size // unit

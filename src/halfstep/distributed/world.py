@@ -256,8 +256,8 @@ def open_world(
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     device = _own_gpu(local_rank) if device_kind == "cuda" else None
-    if run:
-        end_with_parent()
+    if run and sys.platform == "linux":  # SIGTERM when the launcher dies: an orphan would write on
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     timeout = timedelta(seconds=timeout_seconds)
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
@@ -320,12 +320,6 @@ def _own_gpu(local_rank: int) -> torch.device:
 
 def _nothing() -> Any:
     """Do nothing: the work of a rank that only waits for others."""
-
-
-def end_with_parent() -> None:
-    """Ask for SIGTERM when the launcher dies, even by SIGKILL; an orphan would go on writing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 @torch.no_grad()

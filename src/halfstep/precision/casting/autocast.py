@@ -35,7 +35,7 @@ from halfstep.precision.casting.op_casts import (
 )
 from halfstep.precision.masters.accumulation import is_running
 from halfstep.precision.policy.devices import cpu_has_bf16, first_capability
-from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
 
@@ -106,12 +106,8 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
         fp16 = what == "bf16" and has >= first_capability("fp16")
         lacks = f"{here} has no {what} tensor cores ({'{}.{}'.format(*needed)} has)"
         return Support("refused", lacks, "fp16-mixed" if fp16 else "fp32")
-    if device.type == "mps" and torch.backends.mps.is_available():
-        if policy == POLICIES["fp32"]:
-            return Support("native", "a Mac's GPU computes in fp32")
-        return Support("refused", "halfstep was never run on a Mac's GPU, but in fp32", "fp32")
-    missing = {"cuda": "torch sees no CUDA device", "mps": "torch sees no GPU of a Mac (mps)"}
-    reason = missing.get(device.type, f"device {device.type!r} is not supported yet")
+    known = device.type == "cuda"
+    reason = "torch sees no CUDA device" if known else f"device {device.type!r} is not supported"
     if policy.recipes() and not policy.simulate:
         policy = replace(policy, simulate=True)
     return Support("refused", reason, f"{'fp32' if policy.tf32 else policy} on --device cpu")

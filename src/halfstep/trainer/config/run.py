@@ -172,8 +172,7 @@ class RunConfig:
     )
     device: str = option(
         "auto",
-        '"auto" (CUDA where there is one, a Mac\'s GPU, else CPU), '
-        '"cpu", "mps", "cuda" or "cuda:N".',
+        '"auto" (CUDA where there is one, else CPU), "cpu", "cuda" or "cuda:N".',
     )
     compile: Literal["auto", "yes", "no"] = option(
         "auto",

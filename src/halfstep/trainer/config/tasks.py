@@ -226,7 +226,7 @@ class Use:
     run: str = field(
         metadata={"help": "A run folder: its newest checkpoint, or if fine-tuned its best state."}
     )
-    device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.")
     precision: str = option("", "Policy of the forward pass; default: the run's own.")
 
 

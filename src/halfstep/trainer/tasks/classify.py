@@ -18,7 +18,6 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, NonFiniteError
 from halfstep.files import write_whole
-from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.shown import aligned
 from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import ClassifyConfig, Evaluating, Predicting
@@ -175,7 +174,7 @@ class TrainedClassifier(Trained):
             for indices in evaluation_batches(examples.lengths, batch_size):
                 batch = _rows(examples, indices, self.tokenizer.pad_id)
                 logits_BC = self.model.logits(to_device(batch, self.device))
-                found[indices] = in_fp64(logits_BC).softmax(dim=-1).cpu().numpy()
+                found[indices] = logits_BC.double().softmax(dim=-1).cpu().numpy()
         self._require_finite(bool(np.isfinite(found).all()))
         return found
 
@@ -261,7 +260,7 @@ def classifier_scores(
             *_, labels_B = here = to_device(batch, judge.device)
             logits_BC = model.logits(here)
             losses_B = functional.cross_entropy(logits_BC.float(), labels_B, reduction="none")
-            loss_sum = loss_sum + in_fp64(losses_B).sum()
+            loss_sum = loss_sum + losses_B.double().sum()
             cells_B = labels_B * size + logits_BC.argmax(dim=-1)
             cells_B = cells_B.where(labels_B != IGNORE_INDEX, size * size)
             confusion.index_add_(0, cells_B, torch.ones_like(cells_B))

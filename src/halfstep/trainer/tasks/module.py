@@ -24,7 +24,6 @@ from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import ModuleConfig
 from halfstep.trainer.models.pretrained import new_folder
@@ -193,10 +192,10 @@ class ModuleTask(EpochTask):
         """Measure a batch: name to sum, which stays on the device, and count."""
         here, evaluate = to_device(batch, judge.device), self._parts.evaluate
         if evaluate is None:
-            return {"loss": (in_fp64(judge.loss_sum(here)[0]), float(self.targets(batch)))}
+            return {"loss": (judge.loss_sum(here)[0].double(), float(self.targets(batch)))}
         rows = rows_of(batch)
         return {
-            name: ((in_fp64(v) if isinstance(v, Tensor) else float(v)) * rows, float(rows))
+            name: ((v.double() if isinstance(v, Tensor) else float(v)) * rows, float(rows))
             for name, v in evaluate(self.model, here).items()
         }
 
