@@ -10,7 +10,7 @@ from tests.trainer.runs import metrics, newest
 from tests.trainer.test_trainer import assert_same_state, trainer
 
 from halfstep import files
-from halfstep.diagnostics.metrics import append_line
+from halfstep.diagnostics.metrics import append_line, write_waiting
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, PartedError, StorageError
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 
@@ -101,18 +101,21 @@ def test_training_goes_on_without_saving_until_the_deadline(tmp_path, failing, w
 
     def watch(tick):
         said.extend(tick.verdicts)
-        failing(first, errno.ENOSPC if 2 <= tick.record.step < 8 else 0)
+        for folder in (first, tmp_path / "second"):
+            failing(folder, errno.ENOSPC if 2 <= tick.record.step < 8 else 0)
 
-    made = trainer(tmp_path / "r", callbacks=[watch], save_every=2, save_deadline=deadline)
+    more = {} if deadline else {"second_dir": str(tmp_path / "second")}
+    made = trainer(tmp_path / "r", callbacks=[watch], save_every=2, save_deadline=deadline, **more)
     if not deadline:
-        with pytest.raises(StorageError, match=r"No space.*step-00000002, is intact") as error:
+        both = r"No space.*step-00000002, is intact; .*second.*no earlier one\. Free space$"
+        with pytest.raises(StorageError, match=both) as error:
             made.train()
         assert error.value.exit_code == 75
         failing(first, 0)
         trainer(tmp_path / "r", save_every=2).train(resume="last-good")
     else:
         made.train()
-        assert sum(text.startswith("NOT SAVED: ") and "code 75" in text for text in said) == 3
+        assert sum("by --second-dir. Training goes on" in text for text in said) == 3
     assert_same_state(tmp_path / "r", whole)
     assert {p.name for p in first.iterdir()} <= {p.name for p in (whole / "checkpoints").iterdir()}
 
@@ -137,21 +140,59 @@ def test_checkpoints_by_url_and_last_good_over_both_folders(tmp_path, whole):
     for name, weight in newest(whole).weights.items():
         assert bool((ended.weights[name] == weight).all()), name
     assert "damaged-step-00000008" in files.names_in(given["checkpoint_dir"])
-    given["checkpoint_dir"] = "nowhere://c"
-    with pytest.raises(Exception, match="nowhere"):
-        trainer(tmp_path / "n", **given).train()
 
 
-def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):
+@pytest.mark.parametrize("key", ["checkpoint_dir", "second_dir"])
+@pytest.mark.parametrize(
+    "folder", ["{}/file/c", "{}/gone/c", "nowhere://c", "file://", "memory:///"]
+)
+def test_a_folder_that_takes_no_checkpoint_is_refused_before_a_step(tmp_path, failing, key, folder):
+    (tmp_path / "file").write_text("")
+    failing(tmp_path / "gone", errno.EROFS)
+    given = {key: folder.format(tmp_path), "max_steps": 4}
+    for how in (False, True):
+        with pytest.raises(
+            (ConfigError, CheckpointError), match=f"{given[key]}.*(choose another|allowed: )"
+        ):
+            trainer(tmp_path / "r", **given).train(resume=how)
+        if not how:
+            trainer(tmp_path / "r", max_steps=2).train()
+    assert len(metrics(tmp_path / "r")) == 2
+    with pytest.raises(ConfigError, match="output_dir=s3://b/r; allowed: a folder"):
+        trainer("s3://b/r")
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_later_or_lost_with_a_word(tmp_path):
     path, (soft, hard) = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5, hard))  # the first bytes of a line still fit
     try:
         with pytest.warns(UserWarning, match="too large.*kept for later"):
             append_line(path, {"step": 1})
+        write_waiting(tmp_path / "of another run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     append_line(path, {"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    with pytest.warns(UserWarning, match="kept for later"):
+        append_line(tmp_path / "none" / "health.jsonl", {"step": 1})
+    with pytest.warns(UserWarning, match="its lines are lost"):
+        write_waiting(tmp_path / "none")
+
+
+def test_lines_that_wait_are_written_when_the_run_ends(tmp_path):
+    file, aside = tmp_path / "r" / "metrics.jsonl", tmp_path / "aside"
+
+    def watch(tick):
+        if tick.record.step == 11:
+            file.rename(aside)
+            file.mkdir()
+        if tick.record.step == 12:
+            file.rmdir()
+            aside.rename(file)
+
+    with pytest.warns(UserWarning, match="kept for later"):
+        trainer(tmp_path / "r", callbacks=[watch]).train()
+    assert len(metrics(tmp_path / "r")) == 12
 
 
 def test_ranks_that_have_parted_are_what_a_nan_tells(tmp_path, monkeypatch):

@@ -20,14 +20,13 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory
-from halfstep.trainer.loop import Tick
+from halfstep.trainer.loop import Tick, way_on
 from halfstep.trainer.run import (
     begin,
     default_run_folder,
     execute,
     resumed,
     run_config,
-    way_on,
     with_run_folder,
 )
 from halfstep.trainer.session import Session, open_session
@@ -59,8 +58,6 @@ def run(request: Request) -> int:
                 lambda tick: display.stepped(tick, session.config.run.max_steps),
                 resuming=resuming,
             )
-            if outcome.interrupted:
-                display.say(f"saved; {way_on(config)}")
         if world.is_main:
             print(_summary(session, path, outcome.last))
             if outcome.verdict:
@@ -91,7 +88,7 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
     given, named = dict(request.given), request.start.config
     saved = run_config(path)
     if type(saved) is not request.kind:
-        raise ConfigError(f"{path} is a run of the task {saved.TASK}; {way_on(saved)}")
+        raise ConfigError(f"{path} is a run of the task {saved.TASK}; go on: {way_on(saved)}")
     if "run.epochs" in given:
         given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
     own = str(path / "config.toml")

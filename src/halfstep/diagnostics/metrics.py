@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
@@ -113,16 +114,25 @@ def keep_lines(path: Path, last_step: int) -> None:
         raise StorageError(f"{path}: cannot be written: {error}") from error
 
 
-def append_line(path: Path, line: Mapping[str, Any]) -> None:
+def append_line(path: Path, line: Mapping[str, Any], *, last: bool = False) -> None:
     """Append a JSON object and close the file, so that a killed process loses no written line.
 
-    What cannot be written is kept for the next call, with a warning.
+    What cannot be written is kept for the next call, with a warning, or lost if it is the last.
     """
-    left = _UNWRITTEN.pop(path, b"") + json.dumps(line).encode() + b"\n"
+    left = _UNWRITTEN.pop(path, b"") + (json.dumps(line).encode() + b"\n" if line else b"")
     try:
         with path.open("ab", buffering=0) as out:
             while left:
                 left = left[out.write(left) :]
     except OSError as error:
-        _UNWRITTEN[path] = left
-        warnings.warn(f"{path}: {error}; its lines are kept for later", stacklevel=2)
+        if not last:
+            _UNWRITTEN[path] = left
+        what = "lost" if last else "kept for later"
+        warnings.warn(f"{path}: {error}; its lines are {what}", stacklevel=2)
+
+
+@atexit.register
+def write_waiting(folder: Path | None = None) -> None:
+    """Write the lines that wait for files of a run's folder, at its end; or all, as Python ends."""
+    for path in [path for path in _UNWRITTEN if folder in (None, path.parent)]:
+        append_line(path, {}, last=True)

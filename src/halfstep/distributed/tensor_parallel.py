@@ -53,6 +53,13 @@ def parallelize_(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
         _check(name, modules[name], text, mesh.size())
     split = {name: text for name, text in plan.items() if text != "replicate"}
     _check_tied(model, split)
+    halves = {text.partition(":")[0]: name for name, text in split.items()}
+    if len(halves) == 1:  # its forward would fail, in a layer that the plan does not name
+        ((half, name),) = halves.items()
+        raise ConfigError(
+            f"the plan has {half} layers only, such as {name}; what a colwise layer splits, a "
+            "rowwise one must take"
+        )
     for name, text in split.items():
         style = RowwiseParallel() if text == "rowwise" else ColwiseParallel()
         parallelize_module(modules[name], mesh, style)

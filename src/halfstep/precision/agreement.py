@@ -58,7 +58,7 @@ _ROUNDING = 1e-5  # of a norm, which ranks with other kernels or threads add up 
 _LOOKED_AT = 64  # weights whose bits are compared in one step, at most
 _PARTED = (
     ": ranks that hold copies of one model have parted ways, and no later step can mend it; go on "
-    "from the last checkpoint (halfstep train --resume), and look for memory or network faults, or "
+    "from the last checkpoint (--resume last-good), and look for memory or network faults, or "
     "for code that skips steps or changes weights on some ranks only"
 )
 _UNREDUCED = (

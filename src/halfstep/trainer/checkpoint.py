@@ -361,8 +361,8 @@ def _verified(where: Where, sha: str | None) -> bytes:
 
 def _damaged(where: Where, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{where} {why}: the file is damaged. Use --resume last-good to go on from the checkpoint "
-        "before it"
+        f"{where} {why}: the file is damaged. Rename {Path(where).parent.name}, and the checkpoint "
+        "before it is used; a training that goes on does so by --resume last-good"
     )
 
 
@@ -378,6 +378,17 @@ def _require_model(path: Where, stored: Iterable[Stored], wanted: Mapping[str, S
 
 
 # Writing.
+
+
+def require_writable(folder: Where) -> None:
+    """Refuse a folder that cannot take checkpoints, before a step is lost to it."""
+    probe = below(folder, f"{_TEMPORARY}probe")
+    try:
+        write_hashed(probe, b"probe")
+    except CheckpointError as error:
+        raise type(error)(f"{folder} cannot take checkpoints: {error}; choose another") from error
+    with suppress(CheckpointError):  # the first save removes it
+        remove(probe)
 
 
 def save_checkpoint(
@@ -498,8 +509,7 @@ def _left(folder: Where, here: Where) -> str:
         kept = list_checkpoints(folder)
         if here not in kept:
             remove(here)
-    last = f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
-    return f"{last}. Free space, or name another folder by --second-dir"
+    return f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
 
 
 def _prune(folder: Where, keep: int, spared: Collection[Any]) -> None:

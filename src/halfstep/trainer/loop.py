@@ -24,6 +24,7 @@ from halfstep.diagnostics.metrics import (
     Record,
     append_line,
     keep_lines,
+    write_waiting,
 )
 from halfstep.errors import (
     CheckpointError,
@@ -34,7 +35,7 @@ from halfstep.errors import (
 )
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
-from halfstep.shown import typed_trainer
+from halfstep.shown import typed
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
     folders_of,
@@ -42,6 +43,8 @@ from halfstep.trainer.checkpoint import (
     save_checkpoint,
 )
 from halfstep.trainer.compiling import compile_seconds, measured_convolutions
+from halfstep.trainer.config.config import config_to_table
+from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import peak_memory_bytes
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import (
@@ -274,8 +277,7 @@ class _Books:
             CheckpointError: If none can be, and the run may not go on without.
         """
         session, run = self._session, self._session.config.run
-        failed: CheckpointError | None = None
-        passing = False  # whether a later save may succeed
+        failed: list[CheckpointError] = []
         session.precision.ranks.agree()  # never save ranks that disagree
         best = session.best.step if session.best and session.task.keeps_best else None
         state = session.checkpoint()
@@ -285,20 +287,23 @@ class _Books:
                     folder, session.step, state, run.keep, session.world, spared=best
                 )
             except CheckpointError as error:
-                failed, passing = failed or error, passing or isinstance(error, StorageError)
+                failed.append(error)
                 continue
             self._failing_since = None
             if failed:
-                self.news.append(f"SAVED IN THE SECOND FOLDER, as {saved}: {failed}")
+                self.news.append(f"SAVED IN THE SECOND FOLDER, as {saved}: {failed[0]}")
             return saved
+        passing = any(isinstance(error, StorageError) for error in failed)  # a later save may do
+        text = "; ".join(map(str, failed)) + ". Free space"
+        text += "" if run.second_dir else ", or name another folder by --second-dir"
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         left = self._failing_since + run.save_deadline - now
         over = last or left <= 0 or not passing
-        if failed and session.world.largest(int(over)):
-            raise failed
+        if session.world.largest(int(over)):
+            raise (StorageError if passing else CheckpointError)(text) from failed[-1]
         self.news.append(
-            f"NOT SAVED: {failed}. Training goes on, tries again at the next save, and ends with "
+            f"NOT SAVED: {text}. Training goes on, tries again at the next save, and ends with "
             f"code {StorageError.exit_code} if none is written in {left:.0f} s (run.save_deadline)"
         )
         return None
@@ -350,10 +355,7 @@ class _Books:
             key, value = "on_nonfinite", "skip:3"
         else:
             return f"halfstep report {self._path}" if cause else ""
-        if self._session.config.TASK == "module":
-            return typed_trainer(resume, {key: value})
-        begin = "the same command with " + ("--resume " if resume else "")
-        return f"{begin}--{key.replace('_', '-')} {value}"
+        return way_on(self._session.config, resume, **{key: value})
 
 
 class _Losses(LostUpdateMeter):
@@ -467,6 +469,7 @@ def _observed(session: Session, path: Path, news: list[str]) -> Iterator[None]:
     """Count exponents, and compare each layer with its own past, if the run asks for that."""
     run, given = session.config.run, (session.task.model, session.precision)
     with ExitStack() as stack:
+        stack.callback(write_waiting, path)  # here, as a rank ends without Python's own exit
         if run.watch and session.world.is_main:  # rank 0 counts its own numbers
             watch, file = part("diagnostics.statistics.watch:watch"), path / NUMERICS
             stack.enter_context(watch(*given, every=run.watch, to=file, start=session.step))
@@ -481,6 +484,11 @@ def _observed(session: Session, path: Path, news: list[str]) -> Iterator[None]:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def way_on(config: BaseConfig, resume: bool = True, **changes: object) -> str:
+    """Return what to type, or write, to go on with a run, or to train it anew, with changes."""
+    return typed(config.COMMAND, config_to_table(config)["run"], changes, resume=resume)
 
 
 # SIGTERM and Ctrl-C are requests that the loop honours between two steps.

@@ -157,7 +157,7 @@ class TrainedClassifier(Trained):
 
     def load(self) -> None:
         """Load the best state; texts are cut as in training."""
-        folder = model_folder(self.path)
+        folder = model_folder(self.path, self.config.COMMAND)
         self.model = open_classifier(folder, None)
         self.labels: tuple[str, ...] = self.model.names
         length = self.config.model.max_length

@@ -186,7 +186,7 @@ class TrainedLM(Trained):
 
     def load(self) -> None:
         """Load the best state: the whole model, or the adapter on its base model."""
-        config, folder = self.config, model_folder(self.path)
+        config, folder = self.config, model_folder(self.path, self.config.COMMAND)
         about = read_json(self.path / PROMPT_FILE)
         self.template, base = about["template"], about["base_model"]
         self.packing = about.get("packing", False)
