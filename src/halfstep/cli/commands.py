@@ -152,9 +152,8 @@ COMMANDS: Mapping[str, type[Any]] = {
 """Words of a command to its dataclass of arguments."""
 
 MODULES: Mapping[str, str] = {
-    **dict.fromkeys(("explain", "doctor", "report"), "small"),
+    **dict.fromkeys(("explain", "doctor", "report", "trace", "memory"), "small"),
     **dict.fromkeys(("predict", "generate", "evaluate", "export"), "trained"),
-    **dict.fromkeys(("trace", "memory"), "one_step"),
     "finetune": "train",
 }
 """First word of a command to the module of ``halfstep.cli`` that runs it, where that has another

@@ -109,7 +109,7 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
     if best is not None:
         parts.append(f"best at step {best.step}")
     parts.append(f"{session.applied} steps applied, {record.skipped_total} skipped")
-    parts.append(f"peak memory {megabytes(record.peak_memory_bytes or 0)}")
+    parts.append(f"peak memory {(record.peak_memory_bytes or 0) / 1e6:,.0f} MB")
     if best is not None and best.step != record.step:
         parts.append(f"the best state has {best.evaluation.text}")
     if last.stopped_by:
@@ -118,11 +118,6 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
 
 
 # What is shown of it.
-
-
-def megabytes(count: float) -> str:
-    """Format bytes as MB (10^6), or as kB where that would be a single digit."""
-    return f"{count / 1e6:,.0f} MB" if count >= 9.5e6 else f"{count / 1e3:,.0f} kB"
 
 
 class RunDisplay:

@@ -63,8 +63,6 @@ class Record:
     """Tokens trained on so far, without padding, skipped steps included."""
     tokens_per_second: float | None = None
     """Tokens over the seconds of this step: data, forward, backward and update."""
-    compile_seconds: float | None = None
-    """Seconds of this step in which ``torch.compile`` made code, or found it in its cache."""
     peak_memory_bytes: int | None = None
     """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far."""
 

@@ -42,7 +42,6 @@ from halfstep.trainer.checkpoint import (
     reached,
     save_checkpoint,
 )
-from halfstep.trainer.compiling import compile_seconds, measured_convolutions
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import peak_memory_bytes
@@ -104,7 +103,6 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     books = _Books(session, path)
     with (
         Interrupt() as interrupt,
-        measured_convolutions(session.task.model, session.device),
         closing(_Losses(session)) as losses,
         _observed(session, path, books.news),
         CauseSearch(session, path) as causes,
@@ -175,7 +173,6 @@ def attempt(session: Session, begun: Callable[..., None] = lambda *_: None) -> S
 
 def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     task, begin = session.task, time.perf_counter()
-    compiled = compile_seconds() if session.compiled else 0.0
 
     def begun(made: MicroBatches) -> None:
         books.tell(causes)
@@ -191,8 +188,6 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
         session.ahead.prepare(session.step)  # while the device works on this one
     line["tokens"] = session.tokens
     line["tokens_per_second"] = tokens / (time.perf_counter() - begin)
-    if session.compiled:
-        line["compile_seconds"] = compile_seconds() - compiled or None
     return _Taken(session.step, result, line)
 
 
@@ -242,8 +237,6 @@ class _Books:
         self.write(record)
         verdicts = (*causes.verdicts, *self.news)
         self.news.clear()
-        if record.compile_seconds:
-            verdicts = (f"compiled in {record.compile_seconds:.1f} s", *verdicts)
         return Tick(record, evaluation, None, "", verdicts)
 
     def close_step(
@@ -477,7 +470,7 @@ def _observed(session: Session, path: Path, news: list[str]) -> Iterator[None]:
             stack.enter_context(part("diagnostics.health:LayerHealth")(
                 *given, every=run.health_every, to=path / HEALTH, start=session.step,
                 tell=lambda text: news.append(f"layer health: {text}"),
-                outputs=not session.compiled,
+                outputs=run.compile == "no",
             ))  # fmt: skip
         yield
 

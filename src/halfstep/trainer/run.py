@@ -402,7 +402,7 @@ def _introduce(session: Session, say: Say) -> None:
     if session.auto:
         notes.append(f"precision auto took {config.precision}: {session.auto}")
     notes += session.task.notes
-    if session.compiled and support.status == "simulated":
+    if config.run.compile == "yes" and support.status == "simulated":
         notes.append("--compile has no effect: torch compiles nothing around a simulation")
     for note in notes:
         say(f"note: {note}")

@@ -110,10 +110,6 @@ class GPT(nn.Module):
         loss = linear_cross_entropy(x_NC, self.wte.weight, targets_N, reduction="sum")
         return loss, (targets_N != IGNORE_INDEX).sum()
 
-    def last_logits(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the logits after the last position only, ``(B, V)`` fp32."""
-        return self._head(self.hidden(tokens_BT)[:, -1])
-
     def hidden(self, tokens_BT: Tensor) -> Tensor:
         """Compute the final, normalised hidden states ``(B, T, C)``, in the stream's dtype."""
         length = tokens_BT.shape[1]
@@ -521,7 +517,8 @@ def generate(
     for _ in range(max_new_tokens):
         window = torch.tensor([tokens[-model.config.block_size :]], device=device)
         # drawn on the CPU, so that draws are the same on every device
-        logits_V = require_finite_logits(model.last_logits(window))[0].cpu()
+        last_1V = model._head(model.hidden(window)[:, -1])
+        logits_V = require_finite_logits(last_1V)[0].cpu()
         tokens.append(int(logits_V.argmax()))
         if temperature:
             gaps_V = (logits_V - logits_V.max()).double() / temperature
