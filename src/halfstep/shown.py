@@ -39,15 +39,16 @@ def typed(
     ``run`` is that section of its configuration; ``command`` is empty if a program trains it.
     """
     folder = run["output_dir"]
+    held = [k for k in ("output_dir", "checkpoint_dir", "second_dir") if run.get(k)]
+    anew = {k: f"{run[k].rstrip('/')}-2" for k in held}
     if not command:
-        given = {**changes, "output_dir": folder} if resume else changes
+        given = {**changes, **({"output_dir": folder} if resume else anew)}
         words = [f"{k}={v if k == 'learning_rate' else repr(v)}, " for k, v in given.items()]
         return f"Trainer({''.join(words)}...).train({'resume=True' * resume})"
     start, given = "--resume", {"output_dir": shlex.quote(folder), **changes}
     if not resume:
         start = f"--config {shlex.quote(f'{folder}/config.toml')}"
-        held = [k for k in ("output_dir", "checkpoint_dir", "second_dir") if run.get(k)]
-        given = {k: shlex.quote(f"{run[k]}-2") for k in held} | {**changes}
+        given = {k: shlex.quote(v) for k, v in anew.items()} | {**changes}
     options = "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
     return f"halfstep {command} {start}{options}{_launched(str(run.get('parallel', '')))}"
 

@@ -52,7 +52,7 @@ MACHINES = MACHINE | {"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "GROUP_RANK": 
 def test_what_is_typed_to_go_on_starts_as_many_ranks(given, parallel, ranks, monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    run = {"parallel": parallel, "output_dir": "a b", "checkpoint_dir": "memory://c"}
+    run = {"parallel": parallel, "output_dir": "a b", "checkpoint_dir": "memory://c/"}
     config = load_config("gpt-tiny", [(f"run.{key}", value) for key, value in run.items()])
     assert way_on(config) == f"halfstep train --resume --output-dir 'a b'{ranks}"
     _, request = read_words(shlex.split(way_on(config, False, learning_rate=1e-3))[1:])

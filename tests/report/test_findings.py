@@ -94,7 +94,9 @@ def test_a_loss_that_grows_with_its_gradients_diverged(folder):
     lines = [line(s, loss=1.1**s, grad_norm=1.1**s, learning_rate=3.0) for s in range(1, 99)]
     path = folder(lines, task="module")
     assert names(path) == ["diverged"]
-    assert verdict(read_run(path)).endswith("try: Trainer(learning_rate=1, ...).train()")
+    assert verdict(read_run(path)).endswith(
+        "try: Trainer(learning_rate=1, output_dir='run-2', ...).train()"
+    )
 
 
 def test_a_step_that_was_not_finite_without_a_cause(folder):
@@ -322,7 +324,8 @@ ROSE = {100: 4.0, 200: 4.3, 300: 4.9}
          "0 of 300 steps skipped"),
         (curve({100: 0.3, 300: 0.4}, SURE, "classify", right={100: 0.8, 300: 0.7}), "worsened",
          FEWER.replace("train", "finetune classify")),
-        (curve(ROSE, task="module"), "worsened", "\ntry: Trainer(max_steps=100, ...).train()"),
+        (curve(ROSE, task="module"), "worsened",
+         "\ntry: Trainer(max_steps=100, output_dir='run-2', ...).train()"),
     ],
 )  # fmt: skip
 def test_what_was_learned_is_said_beside_the_numerics(folder, run, found, ends):

@@ -245,3 +245,13 @@ def test_the_best_checkpoint_survives(
     )
     report = json.loads((tmp_path / "r" / "report.json").read_text())
     assert report["step"] == best
+
+
+def test_a_best_state_that_was_scored_otherwise_goes_on_by_its_accuracy(
+    files, tmp_path, monkeypatch
+):
+    config = classify_config(files, run__max_steps=2, run__eval_every=2)
+    run_graded(config, tmp_path / "r", [-9.0], monkeypatch)  # its loss, as run.best_by could ask
+    session = open_session(config)
+    session.restore(checkpoint_of(tmp_path / "r"), tmp_path)
+    assert session.best.evaluation.score == session.best.evaluation.accuracy

@@ -113,10 +113,10 @@ def test_an_exploded_run_has_four_lines_and_a_learning_rate_to_type(tmp_path):
     assert what.startswith("step ")
     assert first.startswith("first cause: ")
     assert to_do.startswith("to do: lower the learning rate: the loss rose from ")
-    assert typed == "try: Trainer(learning_rate=8e+10, ...).train()"
+    assert typed == f"try: Trainer(learning_rate=8e+10, output_dir='{tmp_path}/r-2', ...).train()"
     (line,) = causes(tmp_path / "r")
     assert line["remedy"] == to_do.removeprefix("to do: ")
-    assert "\ntry: Trainer(learning_rate=8e+10, ...)" in verdict(read_run(tmp_path / "r"))
+    assert "\ntry: Trainer(learning_rate=8e+10, output_dir=" in verdict(read_run(tmp_path / "r"))
 
 
 # What a search leaves

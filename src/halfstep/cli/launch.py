@@ -1,8 +1,7 @@
 """Starts the ranks of ``halfstep train --nproc N`` by torch's own launcher.
 
 ``halfstep train --nproc N ... -- OPTIONS`` means ``torchrun --nproc-per-node N OPTIONS -m halfstep
-train ...``. Where ranks fail alike,
-one of them says it.
+train ...``. Where ranks fail alike, one of them says it.
 """
 
 from __future__ import annotations

@@ -246,7 +246,10 @@ class Session:
             buffer.copy_(buffers[name])
         self.step, self.tokens = state["step"], state["tokens"]
         if best := state.get("best"):
-            self.best = Best(best["step"], Evaluation(**best["evaluation"]))
+            known = Evaluation(**best["evaluation"])
+            if known.accuracy is not None:  # run.best_by, which left, may have scored otherwise
+                known = dataclasses.replace(known, score=known.accuracy)
+            self.best = Best(best["step"], known)
 
 
 # Making a session.

@@ -354,6 +354,7 @@ _AS_BUILT: Mapping[str, type[nn.Module]] = {
     "mlp": MLP,
     "mlp.up": nn.Linear,
     "mlp.down": nn.Linear,
+    "dropout": nn.Dropout,
 }
 """The modules that a block's one pass takes the place of; the layers among them in the order of
 :class:`_Weights`."""
