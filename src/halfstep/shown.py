@@ -56,13 +56,15 @@ def typed(
 def _launched(parallel: str) -> str:
     """The options that start as many ranks again; outside of ranks, as many as a layout needs."""
     given = os.environ
-    text = " --nproc {LOCAL_WORLD_SIZE} -- --max-restarts {TORCHELASTIC_MAX_RESTARTS}"
+    text, more = " --nproc {LOCAL_WORLD_SIZE}", ""
     if "LOCAL_WORLD_SIZE" not in given:  # which torchrun sets
         ranks = math.prod(map(int, re.findall(r"=(\d+)", parallel)))
         return f" --nproc {ranks}" * (ranks > 1)
     if known := given.get(LAUNCHER):
         return f" {known}"
+    if given.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        more += " --max-restarts {TORCHELASTIC_MAX_RESTARTS}"
     if given["LOCAL_WORLD_SIZE"] != given["WORLD_SIZE"]:
-        text += " --nnodes {GROUP_WORLD_SIZE} --node-rank {GROUP_RANK}"
-        text += " --master-addr {MASTER_ADDR} --master-port {MASTER_PORT}"
-    return text.format_map(given)
+        more += " --nnodes {GROUP_WORLD_SIZE} --node-rank {GROUP_RANK}"
+        more += " --master-addr {MASTER_ADDR} --master-port {MASTER_PORT}"
+    return f"{text}{' --' * bool(more)}{more}".format_map(given)

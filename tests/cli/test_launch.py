@@ -44,6 +44,7 @@ MACHINES = MACHINE | {"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "GROUP_RANK": 
         ({}, "data=1", ""),
         ({}, "data=2,shard=2", " --nproc 4"),
         (MACHINE, "", " --nproc 2 -- --max-restarts 3"),
+        (MACHINE | {"TORCHELASTIC_MAX_RESTARTS": "0"}, "", " --nproc 2"),
         (MACHINES | {"MASTER_ADDR": "host", "MASTER_PORT": "29"}, "", " --nproc 2 -- --max-restarts"
          " 3 --nnodes 2 --node-rank 1 --master-addr host --master-port 29"),
         (MACHINES | {LAUNCHER: "--nproc 2 -- --tee 3"}, "", " --nproc 2 -- --tee 3"),
@@ -88,9 +89,10 @@ def test_one_rank_speaks_first_and_last_those_that_have_only_lost_another(monkey
 
 
 @pytest.mark.parametrize(
-    ("codes", "code"), [((1, 3), 3), ((-15, 1), 1), ((4, 2), 2), ((-9, 4), 4), ((-9, 7), 1)]
+    ("codes", "code"),
+    [((1, 3), 3), ((-15, 1), 1), ((4, 2), 2), ((-9, 4), 4), ((-9, 7), 1), ((-9, -15), 1)],
 )
-def test_a_rank_that_fails_decides_the_exit_code(codes, code, monkeypatch):
+def test_a_rank_that_fails_decides_the_exit_code(codes, code, monkeypatch, capsys):
     def fail(chosen):
         failures = {n: SimpleNamespace(exitcode=one, timestamp=n) for n, one in enumerate(codes)}
         raise ChildFailedError("halfstep", failures)
@@ -100,3 +102,4 @@ def test_a_rank_that_fails_decides_the_exit_code(codes, code, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv(LAUNCHER, "")
     assert main(["train", "--data", "a", "--nproc", "2"]) == code
+    assert ("rank 0 was killed by signal 9" in capsys.readouterr().err) == (max(codes) < 0)

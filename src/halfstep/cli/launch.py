@@ -40,13 +40,22 @@ def run(request: Request) -> int:
     if getattr(chosen, "shutdown_timeout", 0) is None:  # newer versions of torch have it
         chosen.shutdown_timeout = _SAVING_SECONDS  # torch would kill a save after 30 s
     logging.getLogger(PContext.__module__).addFilter(  # not what a rank has said itself
-        lambda line: not re.search(r"closing signal|exitcode: \d", line.getMessage())
+        lambda line: (
+            not re.search(r"closing signal|exitcode: |Unable to shutdown", line.getMessage())
+        )
     )
     PContext.close = _close  # type: ignore[assignment, method-assign]
     try:
         torchrun.run(chosen)  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
         codes = {failure.exitcode for failure in failed.failures.values()}
+        if max(codes) < 0:  # killed, so that none could say why
+            killed = min(failed.failures.items(), key=lambda each: each[1].timestamp)
+            print(
+                f"halfstep: error: rank {killed[0]} was killed by signal {-killed[1].exitcode}; if "
+                "nobody did, memory ran out. Go on with the same command and --resume",
+                file=sys.stderr,
+            )
         return next((code for code in (3, 2, 75, 1, INTERRUPTED) if code in codes), 1)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)

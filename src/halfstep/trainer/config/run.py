@@ -151,7 +151,7 @@ class RunConfig:
     output_dir: str = option("", "Run folder; empty: runs/NAME-PRECISION-TIME.")
     checkpoint_dir: str = option(
         "",
-        "Folder or URL of this run's checkpoints, such as s3://bucket/run or memory://run (by "
+        "Folder or URL of this run's checkpoints, such as s3://bucket/run or file:///run (by "
         "fsspec); empty: checkpoints/ in the run folder.",
     )
     second_dir: str = option(
