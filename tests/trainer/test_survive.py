@@ -1,10 +1,12 @@
 """Runs whose storage fails: a second folder, time without saving, and what a resume then finds."""
 
 import errno
+import math
 import os
 import resource
 import shutil
 import threading
+from concurrent.futures import wait
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -227,6 +229,57 @@ def test_a_disk_that_fails_in_the_background_gets_a_save_of_a_later_step(
     assert {2, 6, 8, 10, 12} <= set(kept)
     assert [text[:11] for text in said if "SAVED" in text] == ["SAVED AGAIN"] * fails
     assert_same_state(path, whole)
+
+
+def failing_fsync(monkeypatch, part, times):
+    """Make fsync of paths with this part fail so often by EIO; step 2's in the background.
+
+    Returns a callback: while it has not been called, step 2's files wait.
+    """
+    left, ready, saves, real = [times], threading.Event(), [], os.fsync
+    monkeypatch.setattr(files, "_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(loop, "STILL_SECONDS", 0.0)
+    save = loop.save_checkpoint
+    monkeypatch.setattr(
+        loop, "save_checkpoint", lambda *a, **k: (saves.append(save(*a, **k)), saves[-1])[1]
+    )
+
+    def fsync(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        assert "step-00000002/" not in path or ready.wait(60)
+        if left[0] and part in path:
+            left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    def watch(tick):
+        if tick.record.step == 2:
+            ready.set()
+            wait(saves[0].lasting)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return watch
+
+
+@pytest.mark.parametrize(("second", "deadline"), [("second", 0.0), ("", 600.0), ("", 0.0)])
+def test_a_disk_that_always_fails_in_the_background_is_no_disk(
+    tmp_path, monkeypatch, second, deadline
+):
+    watch = failing_fsync(monkeypatch, "r/checkpoints/.unfinished", math.inf)
+    said, second = [], second and str(tmp_path / second)
+    watches = [watch, lambda tick: said.extend(text[:9] for text in tick.verdicts)]
+    given = {"save_every": 2, "save_deadline": deadline, "callbacks": watches}
+    made = trainer(tmp_path / "r", second_dir=second, **given)
+    if second:
+        made.train()
+        assert str(list_checkpoints(second)[0])[-1] == "3"
+        assert set(said) == {"SAVED IN "}
+    else:
+        with pytest.raises(StorageError, match=r"cannot be written.*Free space") as error:
+            made.train()
+        assert error.value.exit_code == 75
+        assert len(metrics(tmp_path / "r")) == (12 if deadline else 3)
+        assert said == ["NOT SAVED"] * (5 if deadline else 0)
 
 
 def test_a_run_that_stops_names_the_checkpoint_that_was_in_the_background(tmp_path, disk):

@@ -285,6 +285,7 @@ class _Books:
             self._complete(seconds)
         except CheckpointError as error:
             self.failed = error
+            self._failing_since = self._failing_since or time.monotonic()
 
     def close(self) -> None:
         """At the end of a run, however it ends: other ranks may have ended already."""
@@ -322,7 +323,8 @@ class _Books:
                 where = "AGAIN" if folder == self._folders[0] else "IN THE SECOND FOLDER"
                 self._word = f"SAVED {where}, as {self._begun.final}: {failed[0]}" if failed else ""
                 left = begun_at + STILL_SECONDS - time.monotonic()
-                self._complete(None if waits else max(left, 0.0))
+                # After a failure the disk is waited for: unseen, it would fail again and again.
+                self._complete(None if waits or self._failing_since else max(left, 0.0))
             except CheckpointError as error:
                 failed.append(error)
                 continue
