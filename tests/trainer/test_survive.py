@@ -198,40 +198,7 @@ def test_a_save_in_the_background_is_of_its_step_and_a_kill_leaves_the_one_befor
         assert metrics(path) == metrics(whole.parent)
 
 
-@pytest.mark.parametrize(("times", "lost"), [(1, False), (99, False), (1, True)])
-def test_a_disk_that_fails_in_the_background_gets_a_save_of_a_later_step(
-    tmp_path, monkeypatch, disk, whole, times, lost
-):
-    left, said, real = {"step-00000004/shard": times}, [], os.fsync
-    monkeypatch.setattr(files, "_WAITS", (0.0, 0.0))
-
-    def fsync(descriptor):
-        for part, n in left.items():
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            if n and part in path:
-                left[part] -= 1
-                if lost:  # as some file systems drop what they could not write
-                    os.truncate(path, 0)
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(descriptor)
-
-    def watch(tick):
-        said.extend(tick.verdicts)
-        if tick.record.step == 4:
-            disk.set()
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    path = tmp_path / "r"
-    trainer(path, callbacks=[watch], save_every=2).train()
-    kept = [int(str(p)[-2:]) for p in list_checkpoints(path / "checkpoints")]
-    fails = lost or times > 1
-    assert (4 in kept) != fails
-    assert {2, 6, 8, 10, 12} <= set(kept)
-    assert [text[:11] for text in said if "SAVED" in text] == ["SAVED AGAIN"] * fails
-    assert_same_state(path, whole)
-
-
-def failing_fsync(monkeypatch, part, times):
+def failing_fsync(monkeypatch, part, times, lost=False):
     """Make fsync of paths with this part fail so often by EIO; step 2's in the background.
 
     Returns a callback: while it has not been called, step 2's files wait.
@@ -249,6 +216,8 @@ def failing_fsync(monkeypatch, part, times):
         assert "step-00000002/" not in path or ready.wait(60)
         if left[0] and part in path:
             left[0] -= 1
+            if lost:  # as some file systems drop what they could not write
+                os.truncate(path, 0)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(descriptor)
 
@@ -259,6 +228,22 @@ def failing_fsync(monkeypatch, part, times):
 
     monkeypatch.setattr(os, "fsync", fsync)
     return watch
+
+
+@pytest.mark.parametrize(("times", "lost"), [(1, False), (99, False), (1, True)])
+def test_a_disk_that_fails_in_the_background_gets_a_save_of_a_later_step(
+    tmp_path, monkeypatch, whole, times, lost
+):
+    watch = failing_fsync(monkeypatch, "step-00000002/shard", times, lost)
+    said, path = [], tmp_path / "r"
+    watches = [watch, lambda tick: said.extend(tick.verdicts)]
+    trainer(path, callbacks=watches, save_every=2).train()
+    kept = [int(str(p)[-2:]) for p in list_checkpoints(path / "checkpoints")]
+    fails = lost or times > 1
+    assert (2 in kept) != fails
+    assert {4, 6, 8, 10, 12} <= set(kept)
+    assert [text[:11] for text in said if "SAVED" in text] == ["SAVED AGAIN"] * fails
+    assert_same_state(path, whole)
 
 
 @pytest.mark.parametrize(("second", "deadline"), [("second", 0.0), ("", 600.0), ("", 0.0)])
@@ -312,6 +297,22 @@ def test_a_folder_that_takes_no_checkpoint_is_refused_before_a_step(tmp_path, fa
     assert len(metrics(tmp_path / "r")) == 2
     with pytest.raises(ConfigError, match="output_dir=s3://b/r; allowed: a folder"):
         trainer("s3://b/r")
+
+
+def test_a_folder_that_is_full_or_was_the_runs_own_is_no_reason_to_refuse(tmp_path, failing, whole):
+    first, second = tmp_path / "c", tmp_path / "second"
+    failing(first, errno.ENOSPC)
+    given = {"checkpoint_dir": str(first), "second_dir": str(second), "save_every": 2}
+    trainer(tmp_path / "r", max_steps=4, **given).train()
+    trainer(tmp_path / "r", max_steps=6, **given).train(resume=True)
+    failing(second, errno.EROFS)
+    trainer(tmp_path / "r", max_steps=6, **given).train(resume=True)  # nothing is left to train
+    failing(first, errno.EROFS)
+    with pytest.raises(CheckpointError, match=f"{second} cannot take checkpoints"):
+        trainer(tmp_path / "r", **given).train(resume=True)
+    given["checkpoint_dir"] = str(tmp_path / "new")
+    trainer(tmp_path / "r", **given).train(resume=True)
+    assert list_checkpoints(tmp_path / "new")[-1].name == "step-00000012"
 
 
 def test_lines_that_a_full_disk_does_not_take_are_written_later_or_lost_with_a_word(tmp_path):
