@@ -9,9 +9,10 @@ import threading
 from concurrent.futures import wait
 
 import pytest
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from tests.trainer.runs import metrics, newest
-from tests.trainer.test_trainer import assert_same_state, net, plain, trainer
+from tests.trainer.test_trainer import assert_same_state, net, pairs, plain, trainer
 
 from halfstep import files
 from halfstep.diagnostics.metrics import append_line, write_waiting
@@ -265,6 +266,27 @@ def test_a_disk_that_always_fails_in_the_background_is_no_disk(
         assert error.value.exit_code == 75
         assert len(metrics(tmp_path / "r")) == (12 if deadline else 3)
         assert said == ["NOT SAVED"] * (5 if deadline else 0)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_best_state_that_no_disk_took_leaves_the_best_before(tmp_path, failing, stops):
+    losses, model, folder = iter([0.5, 0.1, *[0.9] * 9]), plain(), tmp_path / "r" / "checkpoints"
+
+    def watch(tick):
+        failing(folder, errno.ENOSPC if tick.record.step == 3 else 0)
+        if stops and tick.record.step == 8:
+            model[0].weight.data.fill_(float("nan"))
+
+    made = trainer(
+        tmp_path / "r", model, val_data=pairs(8), eval_every=2, keep=1, callbacks=[watch],
+        evaluate=lambda *_: {"loss": torch.tensor(next(losses))},
+    )  # fmt: skip
+    if stops:
+        with pytest.raises(NonFiniteError, match="the best state before it"):
+            made.train()
+    else:
+        assert made.train().best.loss == 0.5
+    assert list_checkpoints(folder)[0].name == "step-00000002"
 
 
 def test_a_run_that_stops_names_the_checkpoint_that_was_in_the_background(tmp_path, disk):

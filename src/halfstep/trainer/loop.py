@@ -257,6 +257,7 @@ class _Books:
     ) -> Tick:
         """Evaluate if that is due, write the step down, and save; its outcome is known."""
         session, evaluation, better = self._session, None, False
+        before, kept = session.best, False
         run, keeps_best = session.config.run, session.task.keeps_best
         if due and session.task.evaluates:
             evaluation = session.evaluate()
@@ -266,8 +267,12 @@ class _Books:
         best = better and keeps_best
         due = _due(session.step, run.save_every) or bool(self.failed)
         if last or due or (evaluation is not None and keeps_best):
-            self._save(last=last, waits=last or best)
-        if best:
+            try:
+                kept = self._save(last=last, waits=last or best)
+            finally:
+                if best and not kept:  # what no checkpoint holds; that of the best before stays
+                    session.best = before
+        if best and kept:
             session.world.main_only(lambda: session.report_best(self._path))
         warned = (*tick.verdicts, *losses.verdicts(lost, taken), *self.news)
         self.news.clear()
@@ -303,8 +308,11 @@ class _Books:
         self._saved, self._failing_since = begun.complete(), None
         self.news += filter(None, [self._word])
 
-    def _save(self, *, last: bool, waits: bool) -> None:
+    def _save(self, *, last: bool, waits: bool) -> bool:
         """Save a checkpoint, in the background unless it ``waits`` until that is complete.
+
+        Returns:
+            Whether it did; else training goes on.
 
         Raises:
             CheckpointError: If none can be written, and the run may not go on without.
@@ -328,7 +336,7 @@ class _Books:
             except CheckpointError as error:
                 failed.append(error)
                 continue
-            return
+            return True
         passing = any(isinstance(error, StorageError) for error in failed)  # a later save may do
         text = "; ".join(map(str, failed)) + ". Free space"
         text += "" if run.second_dir else ", or name another folder by --second-dir"
@@ -342,6 +350,7 @@ class _Books:
             f"NOT SAVED: {text}. Training goes on, tries again at the next save, and ends with "
             f"code {StorageError.exit_code} if none is written in {left:.0f} s (run.save_deadline)"
         )
+        return False
 
     @contextmanager
     def last_words(self, causes: CauseSearch) -> Iterator[None]:
