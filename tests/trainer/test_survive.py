@@ -289,6 +289,20 @@ def test_a_best_state_that_no_disk_took_leaves_the_best_before(tmp_path, failing
     assert list_checkpoints(folder)[0].name == "step-00000002"
 
 
+def test_the_error_that_ends_a_run_is_not_replaced_by_that_of_its_disk(tmp_path, monkeypatch):
+    def watch(tick):
+        if tick.record.step == 2:
+            ready(tick)
+            raise ZeroDivisionError
+
+    ready = failing_fsync(monkeypatch, "step-00000002/", math.inf)
+    with (
+        pytest.warns(UserWarning, match="step-00000002 cannot be written"),
+        pytest.raises(ZeroDivisionError),
+    ):
+        trainer(tmp_path / "r", save_every=2, callbacks=[watch]).train()
+
+
 def test_a_run_that_stops_names_the_checkpoint_that_was_in_the_background(tmp_path, disk):
     def watch(tick):
         if tick.record.step == 4:

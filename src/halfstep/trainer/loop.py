@@ -6,6 +6,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, closing, contextmanager
@@ -295,7 +296,9 @@ class _Books:
     def close(self) -> None:
         """At the end of a run, however it ends: other ranks may have ended already."""
         if self._session.world.size == 1:
-            self._complete()
+            self.look(None)
+            if self.failed:  # a word beside the error that ends the run, which is worth more
+                warnings.warn(str(self.failed), stacklevel=2)
 
     def _complete(self, seconds: float | None = None) -> None:
         """Complete the save that was begun; not if in some seconds the disk has not all of it."""
