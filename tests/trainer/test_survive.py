@@ -1,15 +1,18 @@
 """Runs whose storage fails: a second folder, time without saving, and what a resume then finds."""
 
 import errno
+import math
 import os
 import resource
 import shutil
 import threading
+from concurrent.futures import wait
 
 import pytest
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from tests.trainer.runs import metrics, newest
-from tests.trainer.test_trainer import assert_same_state, net, plain, trainer
+from tests.trainer.test_trainer import assert_same_state, net, pairs, plain, trainer
 
 from halfstep import files
 from halfstep.diagnostics.metrics import append_line, write_waiting
@@ -196,37 +199,108 @@ def test_a_save_in_the_background_is_of_its_step_and_a_kill_leaves_the_one_befor
         assert metrics(path) == metrics(whole.parent)
 
 
-@pytest.mark.parametrize(("times", "lost"), [(1, False), (99, False), (1, True)])
-def test_a_disk_that_fails_in_the_background_gets_a_save_of_a_later_step(
-    tmp_path, monkeypatch, disk, whole, times, lost
-):
-    left, said, real = {"step-00000004/shard": times}, [], os.fsync
+def failing_fsync(monkeypatch, part, times, lost=False):
+    """Make fsync of paths with this part fail so often by EIO; step 2's in the background.
+
+    Returns a callback: while it has not been called, step 2's files wait.
+    """
+    left, ready, saves, real = [times], threading.Event(), [], os.fsync
     monkeypatch.setattr(files, "_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(loop, "STILL_SECONDS", 0.0)
+    save = loop.save_checkpoint
+    monkeypatch.setattr(
+        loop, "save_checkpoint", lambda *a, **k: (saves.append(save(*a, **k)), saves[-1])[1]
+    )
 
     def fsync(descriptor):
-        for part, n in left.items():
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            if n and part in path:
-                left[part] -= 1
-                if lost:  # as some file systems drop what they could not write
-                    os.truncate(path, 0)
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        assert "step-00000002/" not in path or ready.wait(60)
+        if left[0] and part in path:
+            left[0] -= 1
+            if lost:  # as some file systems drop what they could not write
+                os.truncate(path, 0)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(descriptor)
 
     def watch(tick):
-        said.extend(tick.verdicts)
-        if tick.record.step == 4:
-            disk.set()
+        if tick.record.step == 2:
+            ready.set()
+            wait(saves[0].lasting)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    path = tmp_path / "r"
-    trainer(path, callbacks=[watch], save_every=2).train()
+    return watch
+
+
+@pytest.mark.parametrize(("times", "lost"), [(1, False), (99, False), (1, True)])
+def test_a_disk_that_fails_in_the_background_gets_a_save_of_a_later_step(
+    tmp_path, monkeypatch, whole, times, lost
+):
+    watch = failing_fsync(monkeypatch, "step-00000002/shard", times, lost)
+    said, path = [], tmp_path / "r"
+    watches = [watch, lambda tick: said.extend(tick.verdicts)]
+    trainer(path, callbacks=watches, save_every=2).train()
     kept = [int(str(p)[-2:]) for p in list_checkpoints(path / "checkpoints")]
     fails = lost or times > 1
-    assert (4 in kept) != fails
-    assert {2, 6, 8, 10, 12} <= set(kept)
+    assert (2 in kept) != fails
+    assert {4, 6, 8, 10, 12} <= set(kept)
     assert [text[:11] for text in said if "SAVED" in text] == ["SAVED AGAIN"] * fails
     assert_same_state(path, whole)
+
+
+@pytest.mark.parametrize(("second", "deadline"), [("second", 0.0), ("", 600.0), ("", 0.0)])
+def test_a_disk_that_always_fails_in_the_background_is_no_disk(
+    tmp_path, monkeypatch, second, deadline
+):
+    watch = failing_fsync(monkeypatch, "r/checkpoints/.unfinished", math.inf)
+    said, second = [], second and str(tmp_path / second)
+    watches = [watch, lambda tick: said.extend(text[:9] for text in tick.verdicts)]
+    given = {"save_every": 2, "save_deadline": deadline, "callbacks": watches}
+    made = trainer(tmp_path / "r", second_dir=second, **given)
+    if second:
+        made.train()
+        assert str(list_checkpoints(second)[0])[-1] == "3"
+        assert set(said) == {"SAVED IN "}
+    else:
+        with pytest.raises(StorageError, match=r"cannot be written.*Free space") as error:
+            made.train()
+        assert error.value.exit_code == 75
+        assert len(metrics(tmp_path / "r")) == (12 if deadline else 3)
+        assert said == ["NOT SAVED"] * (5 if deadline else 0)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_best_state_that_no_disk_took_leaves_the_best_before(tmp_path, failing, stops):
+    losses, model, folder = iter([0.5, 0.1, *[0.9] * 9]), plain(), tmp_path / "r" / "checkpoints"
+
+    def watch(tick):
+        failing(folder, errno.ENOSPC if tick.record.step == 3 else 0)
+        if stops and tick.record.step == 8:
+            model[0].weight.data.fill_(float("nan"))
+
+    made = trainer(
+        tmp_path / "r", model, val_data=pairs(8), eval_every=2, keep=1, callbacks=[watch],
+        evaluate=lambda *_: {"loss": torch.tensor(next(losses))},
+    )  # fmt: skip
+    if stops:
+        with pytest.raises(NonFiniteError, match="the best state before it"):
+            made.train()
+    else:
+        assert made.train().best.loss == 0.5
+    assert list_checkpoints(folder)[0].name == "step-00000002"
+
+
+def test_the_error_that_ends_a_run_is_not_replaced_by_that_of_its_disk(tmp_path, monkeypatch):
+    def watch(tick):
+        if tick.record.step == 2:
+            ready(tick)
+            raise ZeroDivisionError
+
+    ready = failing_fsync(monkeypatch, "step-00000002/", math.inf)
+    with (
+        pytest.warns(UserWarning, match="step-00000002 cannot be written"),
+        pytest.raises(ZeroDivisionError),
+    ):
+        trainer(tmp_path / "r", save_every=2, callbacks=[watch]).train()
 
 
 def test_a_run_that_stops_names_the_checkpoint_that_was_in_the_background(tmp_path, disk):
@@ -259,6 +333,22 @@ def test_a_folder_that_takes_no_checkpoint_is_refused_before_a_step(tmp_path, fa
     assert len(metrics(tmp_path / "r")) == 2
     with pytest.raises(ConfigError, match="output_dir=s3://b/r; allowed: a folder"):
         trainer("s3://b/r")
+
+
+def test_a_folder_that_is_full_or_was_the_runs_own_is_no_reason_to_refuse(tmp_path, failing, whole):
+    first, second = tmp_path / "c", tmp_path / "second"
+    failing(first, errno.ENOSPC)
+    given = {"checkpoint_dir": str(first), "second_dir": str(second), "save_every": 2}
+    trainer(tmp_path / "r", max_steps=4, **given).train()
+    trainer(tmp_path / "r", max_steps=6, **given).train(resume=True)
+    failing(second, errno.EROFS)
+    trainer(tmp_path / "r", max_steps=6, **given).train(resume=True)  # nothing is left to train
+    failing(first, errno.EROFS)
+    with pytest.raises(CheckpointError, match=f"{second} cannot take checkpoints"):
+        trainer(tmp_path / "r", **given).train(resume=True)
+    given["checkpoint_dir"] = str(tmp_path / "new")
+    trainer(tmp_path / "r", **given).train(resume=True)
+    assert list_checkpoints(tmp_path / "new")[-1].name == "step-00000012"
 
 
 def test_lines_that_a_full_disk_does_not_take_are_written_later_or_lost_with_a_word(tmp_path):

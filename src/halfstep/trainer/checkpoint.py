@@ -40,7 +40,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, NonFiniteError
+from halfstep.errors import CheckpointError, NonFiniteError, StorageError
 from halfstep.files import (
     MANIFEST,
     Where,
@@ -386,10 +386,12 @@ def _require_model(path: Where, stored: Iterable[Stored], wanted: Mapping[str, S
 
 
 def require_writable(folder: Where) -> None:
-    """Refuse a folder that cannot take checkpoints, before a step is lost to it."""
+    """Refuse a folder that can never take checkpoints, before a step is lost to it."""
     probe = below(folder, f"{_TEMPORARY}probe")
     try:
         write_hashed(probe, b"probe")
+    except StorageError:  # a full disk, say: what may pass is for the run's own deadline
+        return
     except CheckpointError as error:
         raise type(error)(f"{folder} cannot take checkpoints: {error}; choose another") from error
     with suppress(CheckpointError):  # the first save removes it

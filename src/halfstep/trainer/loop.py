@@ -6,6 +6,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, closing, contextmanager
@@ -257,6 +258,7 @@ class _Books:
     ) -> Tick:
         """Evaluate if that is due, write the step down, and save; its outcome is known."""
         session, evaluation, better = self._session, None, False
+        before, kept = session.best, False
         run, keeps_best = session.config.run, session.task.keeps_best
         if due and session.task.evaluates:
             evaluation = session.evaluate()
@@ -266,8 +268,12 @@ class _Books:
         best = better and keeps_best
         due = _due(session.step, run.save_every) or bool(self.failed)
         if last or due or (evaluation is not None and keeps_best):
-            self._save(last=last, waits=last or best)
-        if best:
+            try:
+                kept = self._save(last=last, waits=last or best)
+            finally:
+                if best and not kept:  # what no checkpoint holds; that of the best before stays
+                    session.best = before
+        if best and kept:
             session.world.main_only(lambda: session.report_best(self._path))
         warned = (*tick.verdicts, *losses.verdicts(lost, taken), *self.news)
         self.news.clear()
@@ -285,11 +291,14 @@ class _Books:
             self._complete(seconds)
         except CheckpointError as error:
             self.failed = error
+            self._failing_since = self._failing_since or time.monotonic()
 
     def close(self) -> None:
         """At the end of a run, however it ends: other ranks may have ended already."""
         if self._session.world.size == 1:
-            self._complete()
+            self.look(None)
+            if self.failed:  # a word beside the error that ends the run, which is worth more
+                warnings.warn(str(self.failed), stacklevel=2)
 
     def _complete(self, seconds: float | None = None) -> None:
         """Complete the save that was begun; not if in some seconds the disk has not all of it."""
@@ -302,8 +311,11 @@ class _Books:
         self._saved, self._failing_since = begun.complete(), None
         self.news += filter(None, [self._word])
 
-    def _save(self, *, last: bool, waits: bool) -> None:
+    def _save(self, *, last: bool, waits: bool) -> bool:
         """Save a checkpoint, in the background unless it ``waits`` until that is complete.
+
+        Returns:
+            Whether it did; else training goes on.
 
         Raises:
             CheckpointError: If none can be written, and the run may not go on without.
@@ -322,11 +334,12 @@ class _Books:
                 where = "AGAIN" if folder == self._folders[0] else "IN THE SECOND FOLDER"
                 self._word = f"SAVED {where}, as {self._begun.final}: {failed[0]}" if failed else ""
                 left = begun_at + STILL_SECONDS - time.monotonic()
-                self._complete(None if waits else max(left, 0.0))
+                # After a failure the disk is waited for: unseen, it would fail again and again.
+                self._complete(None if waits or self._failing_since else max(left, 0.0))
             except CheckpointError as error:
                 failed.append(error)
                 continue
-            return
+            return True
         passing = any(isinstance(error, StorageError) for error in failed)  # a later save may do
         text = "; ".join(map(str, failed)) + ". Free space"
         text += "" if run.second_dir else ", or name another folder by --second-dir"
@@ -340,6 +353,7 @@ class _Books:
             f"NOT SAVED: {text}. Training goes on, tries again at the next save, and ends with "
             f"code {StorageError.exit_code} if none is written in {left:.0f} s (run.save_deadline)"
         )
+        return False
 
     @contextmanager
     def last_words(self, causes: CauseSearch) -> Iterator[None]:

@@ -216,6 +216,17 @@ def _require_free(*folders: Where) -> None:
         )
 
 
+def _require_takers(folders: list[Any], earlier: list[Any]) -> None:
+    """Refuse a resumed run's folders if a new one takes no checkpoint, or none does."""
+    new = [folder for folder in folders if folder not in earlier]
+    if not new:
+        with suppress(CheckpointError):
+            require_writable(folders[0])
+            return
+    for folder in new or folders[-1:]:
+        require_writable(folder)
+
+
 def _of_step(step: int | None, folders: list[Any]) -> list[Any]:
     """The checkpoints of a step, or all, in a run's folders, oldest first."""
     found, lost = reached(folders)
@@ -358,7 +369,7 @@ def execute(
     with ExitStack() as stack:
         stack.callback(session.task.close)
         _introduce(session, say)
-        if resuming != "last-good":  # which goes on where a folder cannot be reached
+        if not resuming:
             given = filter(None, (session.config.run.checkpoint_dir, session.config.run.second_dir))
             world.main_only(lambda: [*map(require_writable, given)])
         opened = lock_run if resuming else partial(create_run, session=session)
@@ -429,9 +440,13 @@ def _go_on(session: Session, path: Path, how: Resume, say: Say) -> None:
     second = session.config.run.second_dir
     if second and second not in earlier:
         session.world.main_only(lambda: _require_free(second))
-    origin = resume(session, folders_of(session.config.run, path), how, say, earlier)
+    folders = folders_of(session.config.run, path)
+    origin = resume(session, folders, how, say, earlier)
     if origin is None and not session.world.attempt:
         session.world.main_only(lambda: _require_unsaved(path, session.config.run))
+    # last-good goes on where a folder cannot be reached
+    if how != "last-good" and session.step < session.config.run.max_steps:
+        session.world.main_only(lambda: _require_takers(folders, earlier))
     session.world.main_only(
         lambda: write_whole(path / "config.toml", config_to_toml(session.config))
     )
