@@ -73,7 +73,7 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, source)
     assert column(tmp_path / "r", "val_loss")[-1] < 0.9 * math.log(3)
     assert {p.name for p in (tmp_path / "r").iterdir()} == {
         "config.toml", "env.json", "health.jsonl", "metrics.jsonl", "tokenizer",
-        "checkpoints", "run.lock",
+        "checkpoints", "newest-checkpoint.txt", "run.lock",
         "model", "report.txt", "report.json",
     }  # fmt: skip
     best = session.best.step

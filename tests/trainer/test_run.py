@@ -86,7 +86,7 @@ def test_the_loss_falls_and_metrics_have_the_promised_keys(corpus, tmp_path):
         assert line["tokens"] == line["step"] * 4 * 32
     assert {p.name for p in (tmp_path / "r").iterdir()} == {
         "config.toml", "env.json", "health.jsonl", "metrics.jsonl", "tokenizer",
-        "checkpoints", "run.lock",
+        "checkpoints", "newest-checkpoint.txt", "run.lock",
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import resource
 import shutil
 import threading
 from concurrent.futures import wait
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from halfstep.diagnostics.metrics import append_line, write_waiting
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, PartedError, StorageError
 from halfstep.trainer import checkpoint, loop
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
+from halfstep.trainer.config.run import RunConfig
+from halfstep.trainer.run import _require_unsaved
 
 
 @pytest.fixture
@@ -89,16 +92,27 @@ def test_a_resume_with_another_folder_goes_on_from_the_one_before(tmp_path, fail
     assert last.name == wanted[-1].name
 
 
-def test_a_resume_whose_checkpoints_are_gone_is_refused(tmp_path):
-    folder = trainer(tmp_path / "r", save_every=2).train().folder
+def test_a_resume_whose_checkpoints_are_gone_is_refused(tmp_path, capsys):
+    second = tmp_path / "r" / "second"  # in the run's own folder
+    folder = trainer(tmp_path / "r", save_every=2, second_dir=str(second)).train().folder
     lines = metrics(folder)
     (folder / "checkpoints").rename(tmp_path / "unmounted")
-    with pytest.raises(CheckpointError, match="no checkpoint; bring its checkpoints back"):
+    gone = pytest.raises(CheckpointError, match=r"no checkpoint .*; bring its checkpoints back")
+    with gone:
         trainer(tmp_path / "r", save_every=2).train(resume=True)
+    for known in (True, False):  # a launcher's later attempt begins again what was never saved
+        with gone if known else nullcontext():
+            _require_unsaved(folder, RunConfig(max_steps=12, save_every=2), attempt=1)
+        (folder / "newest-checkpoint.txt").rename(tmp_path / "newest") if known else None
+    (tmp_path / "newest").rename(folder / "newest-checkpoint.txt")
     (folder / "checkpoints").write_text("a file")
     with pytest.raises(CheckpointError, match="it is a file"):
         trainer(tmp_path / "r", save_every=2).train(resume=True)
     assert metrics(folder) == lines
+    (folder / "checkpoints").unlink()
+    (tmp_path / "unmounted" / "step-00000010").rename(second / "step-00000010")
+    trainer(tmp_path / "r", save_every=2, quiet=False).train(resume=True)
+    assert "newest checkpoint was" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("deadline", [600.0, 0.0])
@@ -113,7 +127,7 @@ def test_training_goes_on_without_saving_until_the_deadline(tmp_path, failing, w
     more = {} if deadline else {"second_dir": str(tmp_path / "second")}
     made = trainer(tmp_path / "r", callbacks=[watch], save_every=2, save_deadline=deadline, **more)
     if not deadline:
-        both = r"No space.*step-00000002, is intact; .*second.*no earlier one\. Free space$"
+        both = r"No space.*step-00000002, is intact; .*second.*no earlier one in it\. Free space"
         with pytest.raises(StorageError, match=both) as error:
             made.train()
         assert error.value.exit_code == 75

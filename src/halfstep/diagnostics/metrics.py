@@ -17,6 +17,8 @@ from halfstep.files import write_whole
 from halfstep.precision.result import StepResult
 
 METRICS, CAUSES, NUMERICS = "metrics.jsonl", "causes.jsonl", "numerics.jsonl"
+NEWEST = "newest-checkpoint.txt"
+"""Where a run's folder keeps the path or URL of the newest checkpoint that was completed."""
 HEALTH = "health.jsonl"
 
 

@@ -551,7 +551,7 @@ def _left(folder: Where, here: Where) -> str:
         kept = list_checkpoints(folder)
         if here not in kept:
             remove(here)
-    return f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
+    return f"its last one, {kept[-1]}, is intact" if kept else "there is no earlier one in it"
 
 
 def _prune(folder: Where, keep: int, spared: Collection[Any]) -> None:

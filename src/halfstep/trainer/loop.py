@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ from halfstep.diagnostics.metrics import (
     CAUSES,
     HEALTH,
     METRICS,
+    NEWEST,
     NUMERICS,
     Record,
     append_line,
@@ -35,6 +36,7 @@ from halfstep.errors import (
     SpikeError,
     StorageError,
 )
+from halfstep.files import write_whole
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.shown import typed
@@ -310,6 +312,9 @@ class _Books:
         self._begun = None
         self._saved, self._failing_since = begun.complete(), None
         self.news += filter(None, [self._word])
+        if world.is_main:
+            with suppress(OSError):  # without it, a resume cannot tell that a disk is missing
+                write_whole(self._path / NEWEST, f"{begun.final}\n")
 
     def _save(self, *, last: bool, waits: bool) -> bool:
         """Save a checkpoint, in the background unless it ``waits`` until that is complete.

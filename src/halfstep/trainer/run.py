@@ -29,9 +29,15 @@ from typing import IO, Any, Literal, TypeVar
 
 import torch
 
-from halfstep.diagnostics.metrics import METRICS
+from halfstep.diagnostics.metrics import METRICS, NEWEST
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, SpikeError
+from halfstep.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    SpikeError,
+    StorageError,
+)
 from halfstep.files import Where, write_whole
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.findings import verdict
@@ -136,7 +142,10 @@ def create_run(path: Path, session: Session) -> IO[str]:
     lock = lock_run(path)
     try:
         require_fresh(path)  # another process may have made a run of it in the meantime
-        _require_free(*folders_of(session.config.run, path))
+        run = session.config.run
+        _require_free(*folders_of(run, path))
+        for folder in filter(None, (run.checkpoint_dir, run.second_dir)):  # may be in this one
+            require_writable(folder)
         session.task.save(path)
         report = environment(session.device) | {"auto": session.auto}
         (path / "env.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -369,9 +378,6 @@ def execute(
     with ExitStack() as stack:
         stack.callback(session.task.close)
         _introduce(session, say)
-        if not resuming:
-            given = filter(None, (session.config.run.checkpoint_dir, session.config.run.second_dir))
-            world.main_only(lambda: [*map(require_writable, given)])
         opened = lock_run if resuming else partial(create_run, session=session)
         if (lock := world.main_only(lambda: opened(path))) is not None:
             stack.enter_context(lock)
@@ -400,6 +406,8 @@ def _say_how_to_go_on(
 ) -> None:
     if isinstance(error, KeyboardInterrupt):  # of a second signal, or outside of the steps
         error.args = (f"go on: {way_on(config)}",)
+    if isinstance(error, StorageError):
+        error.args = (f"{error.args[0]}. Go on: {way_on(config)}",)
 
 
 def _introduce(session: Session, say: Say) -> None:
@@ -419,16 +427,30 @@ def _introduce(session: Session, say: Say) -> None:
         say(f"note: {note}")
 
 
-def _require_unsaved(path: Path, run: RunConfig) -> None:
-    """Refuse to begin a run again that must have saved: its disk may not be mounted."""
-    last = 0
+def _require_unsaved(path: Path, run: RunConfig, attempt: int) -> None:
+    """Refuse to begin a run again that has saved: its disk may not be mounted."""
+    last, saved = 0, _newest(path)
     with suppress(OSError, ValueError, KeyError):
         last = json.loads((path / METRICS).read_text(encoding="utf-8").splitlines()[-1])["step"]
-    if 0 < run.save_every <= last:
+    # a launcher starts a run again that no disk has taken, too; a user looks at his disk first
+    if saved or (0 < run.save_every <= last and not attempt):
         raise CheckpointError(
-            f"{path} has {last} steps in {METRICS}, and {folders_of(run, path)[0]} no checkpoint; "
+            f"{path} has {last} steps in {METRICS}, and {folders_of(run, path)[0]} no checkpoint"
+            f"{f' (the newest was {saved})' * bool(saved)}; "
             "bring its checkpoints back, or begin anew in another --output-dir"
         )
+
+
+def _name(checkpoint: Where) -> str:
+    return str(checkpoint).rpartition("/")[2]  # which sorts by its step
+
+
+def _newest(path: Path) -> str:
+    """The newest checkpoint that was ever completed; empty where none was, or none is known."""
+    try:
+        return (path / NEWEST).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def _go_on(session: Session, path: Path, how: Resume, say: Say) -> None:
@@ -442,8 +464,9 @@ def _go_on(session: Session, path: Path, how: Resume, say: Say) -> None:
         session.world.main_only(lambda: _require_free(second))
     folders = folders_of(session.config.run, path)
     origin = resume(session, folders, how, say, earlier)
-    if origin is None and not session.world.attempt:
-        session.world.main_only(lambda: _require_unsaved(path, session.config.run))
+    if origin is None:
+        run, attempt = session.config.run, session.world.attempt
+        session.world.main_only(lambda: _require_unsaved(path, run, attempt))
     # last-good goes on where a folder cannot be reached
     if how != "last-good" and session.step < session.config.run.max_steps:
         session.world.main_only(lambda: _require_takers(folders, earlier))
@@ -451,5 +474,8 @@ def _go_on(session: Session, path: Path, how: Resume, say: Say) -> None:
         lambda: write_whole(path / "config.toml", config_to_toml(session.config))
     )
     say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
+    newest = _newest(path)
+    if how != "last-good" and origin and _name(newest) > _name(origin):
+        say(f"note: the newest checkpoint was {newest}, which is not there; is its disk mounted?")
     if before != now:
         say(f"the precision changes from {before} to {now}")
