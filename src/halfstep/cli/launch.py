@@ -53,7 +53,8 @@ def run(request: Request) -> int:
             killed = min(failed.failures.items(), key=lambda each: each[1].timestamp)
             print(
                 f"halfstep: error: rank {killed[0]} was killed by signal {-killed[1].exitcode}; if "
-                "nobody did, memory ran out. Go on with the same command and --resume",
+                "nobody did, memory ran out. "
+                "Go on with the same command and --resume --output-dir FOLDER",
                 file=sys.stderr,
             )
         return next((code for code in (3, 2, 75, 1, INTERRUPTED) if code in codes), 1)
