@@ -336,10 +336,14 @@ def _ranges(e: _Evidence) -> _Found:
     large = [x for x in e.of("weight") if len(x.shape) > 1 and not re.search(small, x.name)]
     low = [x for x in large if x.subnormal > most.get(x.dtype, 1) * (x.elements - x.zeros)]
     yield "subnormal", low
-    scales = [x for x in e.of("scale") if not re.search(r"input|act|[kvq]_scale", x.name)]
+    scales: dict[str, list[_Facts]] = defaultdict(list)
+    for each in e.of("scale"):
+        if not re.search(r"input|act|[kvq]_scale", each.name):
+            scales[each.name.rpartition(".")[0]].append(each)
     clipped, unscaled = [], []
     for each in [x for x in large if x.dtype in ("F8_E4M3", "F8_E5M2")]:
-        own = [x for x in scales if x.name.startswith(each.name.removesuffix("weight"))]
+        beside = scales.get(each.name.rpartition(".")[0], []) + scales.get(each.name, [])
+        own = [x for x in beside if x.name.startswith(each.name.removesuffix("weight"))]
         blocks = max(sum(scale.elements for scale in own), 1)  # each has one at the top
         if each.top > max(3 * each.below_top, 4 * blocks):
             clipped.append(each)
