@@ -86,13 +86,14 @@ def test_what_moved_is_counted_in_ulps_of_the_narrower_format(dtype, ulps, how, 
         assert pair.largest_ulps <= 0.5
 
 
-def test_shards_are_counted_and_compared_as_one_tensor(tmp_path):
+@pytest.mark.parametrize("told", [{"shape": [8, 6]}, {}], ids=["ours", "torch's"])
+def test_shards_are_counted_and_compared_as_one_tensor(told, tmp_path):
     whole = torch.randn(8, 6).bfloat16().float()
     (tmp_path / "it").mkdir()
     for dim, i in ((0, 0), (0, 1), (1, 0), (1, 1)):
         part = whole.chunk(2, dim)[i].contiguous()
         place = [i * part.shape[0], 0] if dim == 0 else [0, i * part.shape[1]]
-        about = {f"w{dim}.weight": {"saved_offsets": place, "shape": [8, 6]}}
+        about = {f"w{dim}.weight": {"saved_offsets": place} | told}
         save_file({f"w{dim}.weight": part}, tmp_path / "it" / f"{dim}{i}.safetensors",
                   {"DCP_SHARDING_INFO": json.dumps(about)})  # fmt: skip
 

@@ -84,6 +84,10 @@ class Folder:
         elif tensor.shape == known.shape and piece.elements < math.prod(tensor.shape):
             if all(piece.begin != each.begin for each in known.pieces):  # else a replica
                 known.pieces.append(piece)
+        elif piece.begin:  # a box of a whole whose shape is not told
+            shape = tuple(map(max, tensor.shape, known.shape))
+            pieces, ordered = [*known.pieces, piece], known.ordered and tensor.ordered
+            self.tensors[tensor.name] = Stored(known.name, known.dtype, shape, pieces, ordered)
         else:
             name = f"{piece.path.stem}:{tensor.name}"
             self.tensors[name] = Stored(name, tensor.dtype, tensor.shape, tensor.pieces)
@@ -177,11 +181,11 @@ def _read_safetensors(found: Folder, path: Path, file: BinaryIO, length: int) ->
         if first != end or min(shape, default=0) < 0 or count * int(bits[0]) != 8 * (last - first):
             raise ValueError(f"the bytes of {name:.60} are not those of its shape")
         end = last
-        box = boxes.get(name, {})
-        if "shape" not in box:  # all of a tensor; or a part whose place in it is not told
-            box = {"shape": shape, "saved_offsets": [0] * len(shape)}
+        starts = boxes.get(name, {}).get("saved_offsets", [0] * len(shape))
+        # torch's own do not tell the whole's shape, which is what all boxes together reach to
+        reach = [at + size for at, size in zip(starts, shape, strict=True)]
+        whole = boxes.get(name, {}).get("shape", reach)
         if each["dtype"] in DTYPES:
-            whole, starts = box["shape"], box["saved_offsets"]
             found.add(_box(name, each["dtype"], whole, starts, shape, path, first))
     if end != size:
         raise ValueError(f"it has {size:,} bytes, and should have {end:,}")
