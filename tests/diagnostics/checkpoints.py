@@ -81,9 +81,9 @@ def cast(state, dtype):
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
 
 
-def states(dtype=F32):
+def states(dtype=F32, **how):
     """The optimizer's state as FSDP2's checkpoints name it."""
-    names, numbered = [*fresh(False)], trained(dtype)[2]["state"]
+    names, numbered = [*fresh(False)], trained(dtype, **how)[2]["state"]
     rows = [(f"optim.state.{names[i]}", each) for i, each in numbered.items()]
     return {f"{name}.{key}": value.clone() for name, each in rows for key, value in each.items()}
 
@@ -309,6 +309,7 @@ SOUND = {
     "fresh": lambda: Case(FIRST),
     "fresh in bf16": lambda: Case(cast(FIRST, BF16), said={"config": {"initializer_range": 0.02}}),
     "fresh by torch": lambda: Case(nn.TransformerEncoderLayer(64, 4).bfloat16().state_dict()),
+    "a warm-up from 0": lambda: Case(after(BF16, steps=2, lr=0.0) | states(BF16, steps=2, lr=0.0)),
     "with states": lambda: Case(under("model.", STATE) | states(), how="dcp"),
     "a widened copy, declared": lambda: Case(WIDE, said={"config": {"dtype": "bfloat16"}}),
     "masters of step 0": lambda: Case({f"{k}/master": v for k, v in WIDE.items()}),
@@ -324,7 +325,8 @@ SOUND = {
     "a mask": lambda: Case(STATE | {"h.0.attn.mask": torch.full((8, 8), -torch.inf).triu(1)}),
     "statistics": lambda: Case(STATE | {"bn.running_var": torch.rand(64),
         "bn.num_batches_tracked": torch.tensor(0)}),
-    "folded norms": lambda: Case(ones(LOW, NORMS), said={"config": {"quantization_config": {}}}),
+    "folded norms": lambda: Case(ones(LOW, NORMS), said={
+        "config": {"quantization_config": {}, "initializer_range": 0.02}}),
     "trained from a base": lambda: Case(STATE, base=FIRST),
     "exported in bf16 beside its base": lambda: Case(cast(STATE, BF16), base=FIRST),
     "a merged adapter": merged,

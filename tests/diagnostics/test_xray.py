@@ -118,7 +118,7 @@ def test_counts_are_those_of_the_definition(dtype, tmp_path):
     x = torch.cat([bits, edges.view(torch.uint8)][: 1 + (len(bits) % dtype.itemsize == 0)]).view(
         dtype
     )
-    facts = _count(read_folder(write(tmp_path, {"w": x})).tensors["w"])
+    facts = _count(read_folder(write(tmp_path, {"w": x[None]})).tensors["w"])
 
     x = x.double()
     size, info = x.abs(), torch.finfo(dtype)
