@@ -16,6 +16,7 @@ from .diagnostics.statistics.watch import (
     what_if as what_if,
 )
 from .diagnostics.trace import trace as trace
+from .diagnostics.xray import xray as xray
 from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,12 +84,15 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_manifest(folder: Path) -> None:
-    """Write the SHA-256 of every file of a folder beside them, for :func:`require_intact`."""
+def write_manifest(folder: Path, about: Mapping[str, str]) -> None:
+    """Write the SHA-256 of every file of a folder beside them, for :func:`require_intact`.
+
+    With them stands what is said ``about`` the folder.
+    """
     paths = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
     files = {name: {"sha256": sha256(p)} for name, p in paths.items() if name != MANIFEST}
     # without spaces, in which a flipped bit would not be noticed
-    text = json.dumps({"format": 1, "files": files}, separators=(",", ":"))
+    text = json.dumps({"format": 1, "files": files, **about}, separators=(",", ":"))
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 

@@ -137,6 +137,26 @@ class Report:
     lang: Literal["en", "zh"] = option("en", "Language of the page.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Xray:
+    """Say how a checkpoint was trained and saved, by the bits of its numbers.
+
+    Exits with 1 if it holds something that should not be: norms that never moved, fp32 files of
+    bf16 numbers, lost masters, rounded steps and statistics, clipped fp8, adapters of zeros.
+    """
+
+    folder: str = field(
+        metadata={
+            "help": "A folder of safetensors, torch.save or torch.distributed.checkpoint; a run's; "
+            "or one file.",
+            "positional": True,
+        }
+    )
+    base: str = option("", "The checkpoint that it was trained from.")
+    json: bool = option(False, "Print one JSON object on stdout.")
+    all: bool = option(False, "Show all tensors that differ from the base, not the first 20.")
+
+
 COMMANDS: Mapping[str, type[Any]] = {
     **{kind.COMMAND: kind for kind in TASKS.values() if kind.COMMAND},
     "predict": Predicting,
@@ -148,6 +168,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "memory": Memory,
     "doctor": Doctor,
     "report": Report,
+    "xray": Xray,
 }
 """Words of a command to its dataclass of arguments."""
 
@@ -163,9 +184,9 @@ name."""
 # --- the grammar ---------------------------------------------------------------------------------
 
 EXIT_CODES = (
-    "exit codes: 0 done, 1 failed unexpectedly, 2 usage or refused, 3 stopped by a numerics\n"
-    "guard, 4 interrupted with a checkpoint written, 75 storage failed: start\n"
-    "it again; with --nproc, that of a rank that failed"
+    "exit codes: 0 done, 1 failed unexpectedly, or found what xray, compare or contract look for,\n"
+    "2 usage or refused, 3 stopped by a numerics guard, 4 interrupted with a checkpoint written,\n"
+    "75 storage failed: start it again; with --nproc, that of a rank that failed"
 )
 _VALUES = {int: "N", float: "X"}
 

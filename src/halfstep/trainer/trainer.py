@@ -434,7 +434,7 @@ class ModuleTask(EpochTask):
         frozen = {n: p for n, p in own.items() if not is_sharded(p)}
         state = {n: t.to("cpu").contiguous() for n, t in {**frozen, **weights, **buffers}.items()}
 
-        with new_folder(folder / "model", replace=True) as empty:
+        with new_folder(folder / "model", self.config.precision, replace=True) as empty:
             safetensors.torch.save_file(state, empty / "model.safetensors", {"format": "pt"})
         said = f"weights in {folder / 'model' / 'model.safetensors'}"
         if len(frozen) < len(own):

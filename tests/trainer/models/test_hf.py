@@ -22,7 +22,7 @@ OURS = GPTConfig(
 
 
 def save(model, folder):
-    with weights.new_folder(folder) as empty:
+    with weights.new_folder(folder, "fp32") as empty:
         save_gpt2(model, empty)
 
 

@@ -314,10 +314,11 @@ def require_finite(tensor: Tensor, folder: Path, name: str) -> None:
 
 
 @contextmanager
-def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+def new_folder(folder: Path, policy: object, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``folder`` if the block ends without error.
 
-    Beside its files it gets their hashes, which :func:`~halfstep.files.require_intact` checks.
+    Beside its files it gets their hashes, which :func:`~halfstep.files.require_intact` checks, and
+    the policy of the training, whose traces ``halfstep xray`` then expects.
 
     Raises:
         CheckpointError: If ``folder`` exists, is not empty and not to be replaced; or if it cannot
@@ -334,7 +335,7 @@ def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         yield temporary
         for file in temporary.glob("*.safetensors"):  # which safetensors makes for the owner only
             file.chmod(temporary.stat().st_mode & 0o666)
-        write_manifest(temporary)
+        write_manifest(temporary, {"precision": str(policy)})
         sync_folder(temporary)
         if taken:
             shutil.rmtree(old, ignore_errors=True)

@@ -65,7 +65,7 @@ class FinetuneTask(EpochTask):
     def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
         """Write the best state to ``model/``, for ``transformers`` and the commands to load."""
         weights = exported().weights
-        with new_folder(folder / "model", replace=True) as empty:
+        with new_folder(folder / "model", self.config.precision, replace=True) as empty:
             self.model.save_(empty, weights)
             self.tokenizer.save(empty)
             self.model.require_saved(empty, weights)

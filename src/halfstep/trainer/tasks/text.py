@@ -188,7 +188,9 @@ class TrainedText(Trained):
         """Write the newest checkpoint, with its tokenizer, as a Hugging Face folder."""
         self.load()
         save = part("trainer.models.causal_lm:save_gpt2")
-        with part("trainer.models.pretrained:new_folder")(Path(use.output)) as empty:
+        with part("trainer.models.pretrained:new_folder")(
+            Path(use.output), self.config.precision
+        ) as empty:
             save(self.model, empty)
             self.tokenizer.save(empty)
         count = sum(p.numel() for p in self.model.parameters())
