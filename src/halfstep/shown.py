@@ -1,9 +1,51 @@
-"""Text in the columns of a terminal, and as what is to be typed there."""
+"""Text in the columns of a terminal, as what is to be typed there, and what was found."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 from unicodedata import east_asian_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a command proved of the files or the program that it was given.
+
+    Attributes:
+        level: A ``"fault"`` or a ``"warning"`` is found, and makes the exit code 1; a ``"note"`` is
+            only said.
+        name: Of the kind of finding, for programs: ``"norms_at_one"``.
+        what: The proof, in a sentence with its numbers.
+        do: What helps; empty if nothing is to be done.
+        where: The tensors, modules or operations concerned, all of them.
+        values: The numbers of the sentence, for programs.
+    """
+
+    level: Literal["fault", "warning", "note"]
+    name: str
+    what: str
+    do: str = ""
+    where: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.level} {self.name}: {self.what}"]
+        if self.where:
+            more = len(self.where) - 3
+            lines.append(f"  in: {', '.join(self.where[:3])}{f', and {more} more' * (more > 0)}")
+        return "\n".join([*lines, *([f"  do: {self.do}"] if self.do else [])])
+
+
+def role(name: str) -> str:
+    """The name of a tensor or module without its numbers: that of all layers alike.
+
+    Example:
+        >>> role("layers.11.mlp.up_proj.weight")
+        'layers.*.mlp.up_proj.weight'
+    """
+    return re.sub(r"(?<![^./])\d+(?![^./])", "*", name)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:

@@ -164,9 +164,9 @@ name."""
 # --- the grammar ---------------------------------------------------------------------------------
 
 EXIT_CODES = (
-    "exit codes: 0 done, 1 failed unexpectedly, 2 usage or refused, 3 stopped by a numerics\n"
-    "guard, 4 interrupted with a checkpoint written, 75 storage failed: start\n"
-    "it again; with --nproc, that of a rank that failed"
+    "exit codes: 0 done, 1 failed unexpectedly, or found what xray, compare or contract look for,\n"
+    "2 usage or refused, 3 stopped by a numerics guard, 4 interrupted with a checkpoint written,\n"
+    "75 storage failed: start it again; with --nproc, that of a rank that failed"
 )
 _VALUES = {int: "N", float: "X"}
 
