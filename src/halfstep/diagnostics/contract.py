@@ -14,11 +14,11 @@ import json
 import platform
 import re
 import sys
+import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -79,6 +79,8 @@ _COLLECTIVES = {  # the beginning of a name without underscores, to what it is
 }
 _ENGINES = ("/distributed/fsdp/", "/_composable/", "/nn/parallel/distributed.py", "/comm_hooks/")
 _CALL = nn.Module._call_impl.__code__
+_SECTIONS = ("switches", "parameters", "buffers", "operations", "gradients", "states", "collectives")
+_DIRECTIONS = ("forward", "no_grad", "backward", "update")
 _Rows = dict[tuple[str, str, str], set[str]]
 
 
@@ -88,10 +90,12 @@ class _Calls(ModuleCalls):
     def __init__(self) -> None:
         super().__init__(nn.Module(), ended=lambda call, output: None)
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._owners: dict[int, str] = {}  # of parameters
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
     def hook(self) -> None:
         """Register hooks on every module."""
+        self._thread = threading.get_ident()
         self._handles = [
             register_module_forward_pre_hook(self.begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -103,8 +107,18 @@ class _Calls(ModuleCalls):
             self.models[module] = None
             alone = "" if any(True for _ in module.parameters()) else type(module).__name__
             for name, inner in module.named_modules():
-                self._names.setdefault(inner, _WRAPPERS.sub("", name).rstrip(".") or alone)
+                plain = self._names.setdefault(inner, _plain(name).rstrip(".") or alone)
+                for parameter in inner.parameters(recurse=False):
+                    self._owners[id(parameter)] = plain
         self._enter(self._names[module], module, args)
+
+    def place(self, names: Mapping[int, tuple[str, bool]]) -> Location:
+        """The location of the current operation; that of a gradient's hook is its module."""
+        found = super().place(names)
+        if not found.module and found.node == "AccumulateGrad":
+            leaf = torch._C._current_autograd_node().variable
+            return found._replace(module=self._owners.get(id(leaf), ""))
+        return found
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._leave(self._names.get(module, ""), module, args, output)
@@ -197,10 +211,10 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
         for model in self.calls.models:
             for name, parameter in model.named_parameters():
                 if not nn.parameter.is_lazy(parameter):
-                    named.setdefault(parameter, _WRAPPERS.sub("", name))
+                    named.setdefault(parameter, _plain(name))
             for name, value in model.named_buffers():
                 if value.is_floating_point():
-                    full = _WRAPPERS.sub("", name)
+                    full = _plain(name)
                     self.rows["buffers", role(full), _kind(value)].add(full)
             self._asked |= {dtype_name(asked) for asked in _reductions(model)}
         for parameter, name in named.items():
@@ -245,8 +259,10 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
     def ran(self, one: Ran) -> None:
         """Make an operation a row, unless it only moves values or is an engine's own."""
         known, op = one.known, one.op
-        if known.collective or op in _MOVES or one.place.node.startswith("AccumulateGrad"):
+        if known.collective or op in _MOVES:
             return
+        if op != "cast" and one.place.node.startswith("AccumulateGrad"):
+            return  # several micro-batches add, and gradients have rows of their own
         if op == "cast" and not _narrows(one.given[-1].dtype, one.made[0].dtype):
             return  # what computes with the wider values has a row
         if any(engine in code for code in _frames_below_a_module() for engine in _ENGINES):
@@ -415,7 +431,7 @@ class Contract:
         found = []
         were, are = _by_key(self.rows), _by_key(now.rows)
         judge = _Judge(self, now, were, are)
-        for section, key in sorted({*were, *are}):
+        for section, key in sorted({*were, *are}, key=_order):
             was, new = were.get((section, key), set()), are.get((section, key), set())
             gone, come = judge.changed(section, key, was, new)
             if not gone and not come:
@@ -550,6 +566,19 @@ def _by_key(rows: Iterable[tuple[str, str, str]]) -> dict[tuple[str, str], set[s
     for section, key, form in rows:
         found[section, key].add(form)
     return dict(found)
+
+
+def _plain(name: str) -> str:
+    """A module's or parameter's name without those that wrappers add."""
+    return _WRAPPERS.sub("", name)
+
+
+def _order(row: tuple[str, str]) -> tuple[int, int, str]:
+    """Causes before what follows from them: forwards before backwards, parameters before both."""
+    section, key = row
+    direction = key.split("  ")[0]
+    second = _DIRECTIONS.index(direction) if direction in _DIRECTIONS else 0
+    return (_SECTIONS.index(section) if section in _SECTIONS else 0), second, key
 
 
 def _these(forms: Iterable[str]) -> str:

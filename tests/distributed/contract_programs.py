@@ -1,0 +1,135 @@
+"""Programs over ranks, each sound or with a collective in another dtype, for the contract."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.diagnostics.contract import contract
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Block(nn.Module):
+    def __init__(self, d=16, bias=True):
+        super().__init__()
+        self.norm = nn.LayerNorm(d)
+        self.up, self.down = nn.Linear(d, 32, bias), nn.Linear(32, d, bias)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def in_bf16(state, bucket):
+    future = dist.all_reduce(bucket.buffer().bfloat16(), async_op=True).get_future()
+    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def sharded(model, mesh, param=BF16, reduce=FP32):
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+        part.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def split(model, mesh):
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for block in model:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def made(kind):
+    """The model of a kind of program."""
+    torch.manual_seed(0)
+    model, size = nn.Sequential(Block(), Block()), dist.get_world_size()
+    if kind.startswith("ddp"):
+        model = DistributedDataParallel(model)
+        if kind == "ddp_bf16":
+            model.register_comm_hook(None, in_bf16)
+        return model
+    if kind == "fsdp1":
+        low = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)
+        return FullyShardedDataParallel(
+            model, mixed_precision=low, device_id=torch.device("cpu")
+        )
+    if kind.startswith("fsdp"):
+        dtypes = {"fsdp": (BF16, FP32), "fsdp_reduce": (BF16, None), "fsdp_fp32": (FP32, FP32)}
+        return sharded(model, init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), *dtypes[kind])
+    if kind.startswith("hsdp"):
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("rep", "shard"))
+        return sharded(model, mesh, reduce=FP32 if kind == "hsdp" else BF16)
+    if kind.startswith("2d"):
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+        return sharded(
+            split(model, mesh["tp"]), mesh["dp"], param=BF16 if kind == "2d" else FP32
+        )
+    return model
+
+
+def reduced(kind, model):
+    """All-reduce gradients by hand."""
+    for p in model.parameters():
+        if kind == "hand_bf16":
+            low = p.grad.bfloat16()
+            dist.all_reduce(low)
+            p.grad.copy_(low)
+        elif kind == "thread_bf16":
+            low = p.grad.bfloat16()
+            thread = threading.Thread(target=dist.all_reduce, args=(low,))
+            thread.start()
+            thread.join()
+        else:
+            dist.all_reduce(p.grad)
+
+
+def trained(rank, kind, batch=2, steps=2, seed=0):
+    """The contract of this rank, as rows."""
+    model = made(kind)
+    if kind == "ddp_zero":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(seed + rank)
+    with contract() as seen:
+        for _ in range(steps):
+            low = kind == "rank_1" and rank == 1
+            with torch.autocast("cpu", BF16, enabled=low):
+                y = model(torch.randn(batch, 4 if kind.startswith("2d") else 8, 16))
+            y = y.to_local() if hasattr(y, "to_local") else y
+            y.float().square().mean().backward()
+            if kind in ("hand", "hand_bf16", "thread_bf16", "rank_1"):
+                reduced(kind, model)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen.recorded()
+
+
+def many(rank, cases):
+    """Several programs, one after another."""
+    return [trained(rank, **case) for case in cases]
