@@ -38,7 +38,9 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         q = (self.norm(q) * self.cos).to(v.dtype)
         if self.fault == "sdpa":
-            return self.out(F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0])
+            return self.out(
+                F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+            )
         scores = q @ k.transpose(-1, -2)
         with torch.autocast("cpu", enabled=False):
             weights = (scores if self.fault == "softmax" else scores.float()).softmax(-1)
@@ -190,7 +192,9 @@ def trained(fault="", *, seed=0, batch=4, steps=2, accumulate=1, layers=2, evalu
                     logits = logits.float()
                 if fault == "rounded_logits":
                     logits = logits.bfloat16().float()
-                (F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / accumulate).backward()
+                (
+                    F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / accumulate
+                ).backward()
             if fault == "grad_round":
                 for p in model.parameters():
                     p.grad.copy_(p.grad.bfloat16())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import torch
@@ -74,20 +75,18 @@ def made(kind):
         return model
     if kind == "fsdp1":
         low = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)
-        return FullyShardedDataParallel(
-            model, mixed_precision=low, device_id=torch.device("cpu")
-        )
+        return FullyShardedDataParallel(model, mixed_precision=low, device_id=torch.device("cpu"))
     if kind.startswith("fsdp"):
         dtypes = {"fsdp": (BF16, FP32), "fsdp_reduce": (BF16, None), "fsdp_fp32": (FP32, FP32)}
-        return sharded(model, init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), *dtypes[kind])
+        return sharded(
+            model, init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), *dtypes[kind]
+        )
     if kind.startswith("hsdp"):
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("rep", "shard"))
         return sharded(model, mesh, reduce=FP32 if kind == "hsdp" else BF16)
     if kind.startswith("2d"):
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
-        return sharded(
-            split(model, mesh["tp"]), mesh["dp"], param=BF16 if kind == "2d" else FP32
-        )
+        return sharded(split(model, mesh["tp"]), mesh["dp"], param=BF16 if kind == "2d" else FP32)
     return model
 
 
@@ -107,29 +106,39 @@ def reduced(kind, model):
             dist.all_reduce(p.grad)
 
 
-def trained(rank, kind, batch=2, steps=2, seed=0):
-    """The contract of this rank, as rows."""
+def train(rank, kind, batch=2, steps=2, seed=0):
+    """The program itself."""
     model = made(kind)
     if kind == "ddp_zero":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(seed + rank)
-    with contract() as seen:
-        for _ in range(steps):
-            low = kind == "rank_1" and rank == 1
-            with torch.autocast("cpu", BF16, enabled=low):
-                y = model(torch.randn(batch, 4 if kind.startswith("2d") else 8, 16))
-            y = y.to_local() if hasattr(y, "to_local") else y
-            y.float().square().mean().backward()
-            if kind in ("hand", "hand_bf16", "thread_bf16", "rank_1"):
-                reduced(kind, model)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen.recorded()
+    for _ in range(steps):
+        low = kind == "rank_1" and rank == 1
+        with torch.autocast("cpu", BF16, enabled=low):
+            y = model(torch.randn(batch, 4 if kind.startswith("2d") else 8, 16))
+        y = y.to_local() if hasattr(y, "to_local") else y
+        y.float().square().mean().backward()
+        if kind in ("hand", "hand_bf16", "thread_bf16", "rank_1"):
+            reduced(kind, model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def many(rank, cases):
-    """Several programs, one after another."""
-    return [trained(rank, **case) for case in cases]
+    """The contracts of several programs on this rank, one after another."""
+    found = []
+    for case in cases:
+        with contract() as seen:
+            train(rank, **case)
+        found.append(seen.recorded())
+    return found
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    train(dist.get_rank(), sys.argv[1], steps=int(sys.argv[2]))
+    print(f"rank {dist.get_rank()} has ended")
+    dist.destroy_process_group()

@@ -117,6 +117,7 @@ class Tracker(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    lists = False  # whether it sees what writes to lists of tensors, as optimizers do
 
     def __init__(self, model: nn.Module, modules: ModuleCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,7 +152,7 @@ class Tracker(TorchDispatchMode):
         known = operation(func)
         if known.view or known.allocates or known.looks(result):
             return result
-        made = [*floating(result)]
+        made = [*floating(args[0] if self.lists and result is None and args else result)]
         if not made:
             return result
         simulated, low, low_bit, updates = _frames()
