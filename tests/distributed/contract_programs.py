@@ -15,7 +15,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -25,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.diagnostics.contract import contract
+from halfstep.diagnostics import contract as library
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -38,6 +37,20 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Sharing(torch.optim.AdamW):
+    """Sends each parameter from one rank to the others, as ZeRO's first stage does."""
+
+    dtype = FP32
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            sent = p.to(self.dtype)
+            dist.broadcast(sent, i % dist.get_world_size())
+            p.copy_(sent)
 
 
 def in_bf16(state, bucket):
@@ -67,7 +80,8 @@ def split(model, mesh):
 def made(kind):
     """The model of a kind of program."""
     torch.manual_seed(0)
-    model, size = nn.Sequential(Block(), Block()), dist.get_world_size()
+    bias = kind != "2d_norms"
+    model, size = nn.Sequential(Block(bias=bias), Block(bias=bias)), dist.get_world_size()
     if kind.startswith("ddp"):
         model = DistributedDataParallel(model)
         if kind == "ddp_bf16":
@@ -109,10 +123,10 @@ def reduced(kind, model):
 def train(rank, kind, batch=2, steps=2, seed=0):
     """The program itself."""
     model = made(kind)
-    if kind == "ddp_zero":
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    zero = kind.startswith("ddp_zero")
+    optimizer = (Sharing if zero else torch.optim.AdamW)(model.parameters(), lr=1e-3)
+    if kind == "ddp_zero_bf16":
+        optimizer.dtype = BF16
     torch.manual_seed(seed + rank)
     for _ in range(steps):
         low = kind == "rank_1" and rank == 1
@@ -129,9 +143,10 @@ def train(rank, kind, batch=2, steps=2, seed=0):
 
 def many(rank, cases):
     """The contracts of several programs on this rank, one after another."""
+    library._mesh_name = lambda world: "dp"  # not that of a mesh of another test in this process
     found = []
     for case in cases:
-        with contract() as seen:
+        with library.contract() as seen:
             train(rank, **case)
         found.append(seen.recorded())
     return found

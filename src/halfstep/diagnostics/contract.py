@@ -14,12 +14,14 @@ import json
 import re
 import sys
 import threading
+import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -43,25 +45,30 @@ from halfstep.precision.policy.policy import dtype_name
 from halfstep.shown import Finding, role
 
 _FORMAT = 1
-_WRAPPER = r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)(\.|$)"
-_MOVES = {*FILLS, *"""
-    copy clone cat stack index index_select gather index_put flip repeat roll zero zeros ones eye
-    arange linspace tril triu sort topk max min amax amin maximum minimum sign abs neg clamp detach
-    alias lift_fresh rand randn normal uniform bernoulli multinomial random exponential clamp_min
-    slice_backward select_backward embedding_dense_backward slice_scatter select_scatter
-""".split()}  # fmt: skip  # values without rounding; what computes with them has rows
-_DECIDING = {  # operations that a model has or has not, whatever its batch
-    *("matmul", "attention", "softmax", "log_softmax", "embedding"),
-    "amp_foreach_non_finite_check_and_unscale",
+_WRAPPERS = re.compile(r"(?<![^.])(module|_(orig_mod|forward_module|\w+_wrapped_module))(\.|$)")
+# These move values without rounding; what computes with the values has rows.
+_MOVES = FILLS | {
+    *("copy", "clone", "cat", "stack", "index", "index_select", "gather", "index_put", "repeat"),
+    *("roll", "flip", "zero", "zeros", "ones", "eye", "arange", "linspace", "tril", "triu", "sort"),
+    *("topk", "max", "min", "amax", "amin", "maximum", "minimum", "sign", "abs", "neg", "clamp"),
+    *("clamp_min", "detach", "alias", "lift_fresh", "rand", "randn", "normal", "uniform"),
+    *("bernoulli", "multinomial", "random", "exponential", "slice_backward", "select_backward"),
+    *("embedding_dense_backward", "slice_scatter"),
+}
+# A model has these or has them not, whatever its batch.
+_DECIDING = {"matmul", "attention", "softmax", "log_softmax", "embedding"} | {
     *(name for row in ("norm", "statistics", "loss") for name in OPS[row].names.split()),
 }
+_UNSCALES = "amp_foreach_non_finite_check_and_unscale"
 _COLLECTIVE = re.compile(
     "(?:c10d|_c10d_functional)._?(all_?reduce|all_?gather|reduce_scatter|all_?to_?all|broadcast|"
     "gather|scatter|reduce|send|recv)"
 )
 _ENGINES = re.compile("/distributed/fsdp/|/_composable/|/nn/parallel/distributed.py|/comm_hooks/")
-_ORDER = "switches parameters buffers operations gradients states collectives".split()
-_DIRECTIONS = "forward no_grad backward update".split()
+_ORDER = (  # causes before what follows from them
+    *("switches", "parameters", "buffers", "operations", "gradients", "states", "collectives"),
+    *("forward", "no_grad", "backward", "update"),
+)
 Row = tuple[str, str, str]
 """Section, what, and the dtype that it is in."""
 
@@ -114,17 +121,8 @@ class _Calls(ModuleCalls):
 class contract(Tracker):  # type: ignore[no-untyped-call]
     """Records the dtypes of what a program runs, of its state and of what its ranks exchange.
 
-    Enter it around some steps of any loop. It changes no bit of them, but what is compiled runs
-    uncompiled.
-
-    Example:
-        >>> model = nn.Linear(4, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> with contract() as seen:
-        ...     model(torch.ones(3, 4)).mean().backward()
-        ...     optimizer.step()
-        >>> print(*[row for row in seen.recorded().lines()["operations"] if "matmul" in row])
-        backward  .  matmul: fp32 -> fp32 forward  .  matmul: fp32 -> fp32
+    Enter it around some steps of any loop; :meth:`recorded` has the rows. It changes no bit of the
+    steps, but what is compiled runs uncompiled.
     """
 
     lists = True
@@ -137,7 +135,7 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
         self.after_step: Callable[[], None] = lambda: None
         self._rows: dict[Row, set[str]] = defaultdict(set)
         self._handles: list[Any] = []
-        self._stepping = 0
+        self._stepping: list[Optimizer] = []
         self._axes: dict[str, int] = {}
         self._asked: set[str] = set()
 
@@ -152,11 +150,10 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
 
     def listen(self) -> None:
         """Register the hooks on modules and optimizers."""
+        warnings.filterwarnings("ignore", "Using `torch.compile.* global hooks")
         self.calls.hook()
-        self._handles = [
-            steps.register_optimizer_step_pre_hook(self._before),
-            steps.register_optimizer_step_post_hook(self._after),
-        ]
+        before = steps.register_optimizer_step_pre_hook(self._before)
+        self._handles = [before, steps.register_optimizer_step_post_hook(self._after)]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -165,16 +162,20 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
             handle.remove()
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        self.before_step(optimizer)
-        self._stepping += 1
-        self._read(optimizer)
+        if not self._stepping:
+            self.before_step(optimizer)
+        if optimizer not in self._stepping:
+            self._read(optimizer)
+        self._stepping.append(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepping -= 1
-        self._read(optimizer)  # and what a closure and the step have made
-        self.calls.forget()
-        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
-        self.after_step()
+        self._stepping.pop()
+        if optimizer not in self._stepping:  # or it is the step of a base class
+            self._read(optimizer)  # and what a closure and the step have made
+        if not self._stepping:
+            self.calls.forget()
+            self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+            self.after_step()
 
     def _read(self, optimizer: Optimizer) -> None:
         """Make rows of the tensors that are there before or after a step."""
@@ -211,10 +212,10 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
         """Make an operation a row, unless it only moves values or is an engine's own."""
         op, direction, inputs, node = one.op, one.direction, one.inputs, one.place.node
         if one.known.collective or op in _MOVES or (op != "cast" and node == "AccumulateGrad"):
-            return  # of several micro-batches gradients are added, and have rows of their own
+            return  # several micro-batches add up, and gradients have rows of their own
         if op == "cast":
-            inputs, (old, new) = inputs[-1:], (one.given[-1].dtype, one.made[0].dtype)
-            if old.itemsize < new.itemsize:
+            inputs = inputs[-1:]
+            if one.given[-1].dtype.itemsize < one.made[0].dtype.itemsize:
                 return  # what computes with the wider values has a row
         if direction == "update" and not self._stepping:
             direction = "no_grad"
@@ -222,13 +223,11 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
             op, inputs = "matmul", inputs[-2:]
         elif direction == "update" and op != "cast":
             op = "arithmetic"
-        if _of_an_engine():
-            return
-        op = op.replace("linalg_vector_norm", "norm")
-        module = one.place.module or ("." if one.place.class_name else "-")
-        forms = [" ".join(sorted({*some})) or "-" for some in (inputs, one.outputs)]
-        key = f"{direction}  {role(module)}  {op}"
-        self._rows["operations", key, " -> ".join(forms)].add(module)
+        if not _of_an_engine():
+            module = one.place.module or ("." if one.place.class_name else "-")
+            forms = (" ".join(sorted({*some})) or "-" for some in (inputs, one.outputs))
+            key = f"{direction}  {role(module)}  {op.replace('linalg_vector_norm', 'norm')}"
+            self._rows["operations", key, " -> ".join(forms)].add(module)
 
     def exchanged(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Make a collective a row, if it carries numbers between ranks."""
@@ -237,7 +236,7 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
         group = _group_of(leaves)
         if found is None or group is None or group.size() < 2:
             return
-        kind = re.sub("^all_?(to_?)?", lambda all_: "all_to_" if all_[1] else "all_", found[1])
+        kind = re.sub("^all(?!_)", "all_", found[1])
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         when, what = self._purpose(kind, tensors)
         axis = group.group_desc.removeprefix("mesh_")
@@ -262,57 +261,36 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
             return place.direction, "activations"
         every = (p.grad for model in self.calls.models for p in model.parameters())
         grads = {storage_key(grad) for grad in every if grad is not None}
-        gradients = any(storage_key(tensor) in grads for tensor in tensors)
-        when = "update" if self._stepping else "outside"
-        return when, "gradients" if gradients else "values"
+        what = "gradients" if any(storage_key(t) in grads for t in tensors) else "values"
+        return "update" if self._stepping else "outside", what
 
     def recorded(self) -> Contract:
         """What was recorded so far, in this process."""
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        many = dist.is_initialized()
+        world = dist.get_world_size() if many else 1
         named = _mesh_name(world) if "world" in self._axes else "world"
-        rows: dict[Row, set[str]] = {}
-        for (section, key, form), where in self._rows.items():
-            if section == "collectives":
-                key = key.replace("  world  ", f"  {named}  ")
-            rows[section, key, form] = where
-        for switch in (switch for each in SWITCHES.values() for switch in each):
-            rows["switches", f"fp32 {switch[1]} of {switch[0]}", setting_of(*switch)] = set()
-        return Contract(
-            rows,
-            world=world,
-            rank=dist.get_rank() if dist.is_initialized() else 0,
-            steps=min(self.steps.values(), default=0),
-            axes={named if a == "world" else a: size for a, size in self._axes.items()},
-            asked=sorted(self._asked),
-        )
+        rows: dict[Row, set[str]] = {
+            (section, key.replace("  world  ", f"  {named}  "), form): where
+            for (section, key, form), where in self._rows.items()
+        }
+        for backend, what in (switch for each in SWITCHES.values() for switch in each):
+            rows["switches", f"fp32 {what} of {backend}", setting_of(backend, what)] = set()
+        axes = {named if axis == "world" else axis: size for axis, size in self._axes.items()}
+        rank, count = dist.get_rank() if many else 0, min(self.steps.values(), default=0)
+        return Contract(rows, world, axes, _torch(), rank, count, sorted(self._asked))
 
 
 @dataclass(frozen=True)
 class Contract:
-    """The dtypes of a program, of one rank or of all.
+    """The dtypes of a program: of one rank, or of all."""
 
-    Attributes:
-        rows: Each with the modules or parameters concerned.
-        world: How many ranks there are.
-        rank: The rank, where it is of one.
-        steps: How many steps of each optimizer were recorded.
-        axes: The axes over which the ranks exchanged numbers, to their sizes.
-        asked: In which dtypes FSDP is asked to reduce gradients.
-        made: What may change rows without a change of the program: torch, and the CPU's bf16.
-    """
-
-    rows: Mapping[Row, set[str]]
-    world: int = 1
+    rows: Mapping[Row, set[str]]  # to the modules or parameters concerned
+    world: int
+    axes: Mapping[str, int]  # over which the ranks exchanged numbers, to their sizes
+    torch: str  # its version, which may change rows without a change of the program
     rank: int = 0
-    steps: int = 0
-    axes: Mapping[str, int] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
-    made: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "torch": torch.__version__.partition("+")[0],
-            "bf16": f"native: {torch.ops.mkldnn._is_mkldnn_bf16_supported()}",
-        }
-    )
+    steps: int = 0  # of each optimizer
+    asked: Sequence[str] = ()  # in which dtypes FSDP is to reduce gradients
 
     @cached_property
     def forms(self) -> dict[tuple[str, ...], set[str]]:
@@ -324,11 +302,8 @@ class Contract:
 
     def among(self, *words: str) -> set[str]:
         """The dtypes of all rows with these words; an empty one stands for any."""
-        rows = self.forms.items()
-        alike = (
-            f for row, f in rows if all(w in ("", r) for w, r in zip(words, row, strict=False))
-        )
-        return {form for some in alike for form in some}
+        alike = (row for row in self.forms if all(w in ("", r) for w, r in zip(words, row)))  # noqa: B905
+        return {form for row in alike for form in self.forms[row]}
 
     def lines(self) -> dict[str, list[str]]:
         """The rows by section, sorted, as the file holds them."""
@@ -337,56 +312,62 @@ class Contract:
             found.setdefault(section, []).append(f"{key}: {form}")
         return found
 
-    def write(self, path: str | Path) -> None:
-        """Write the file, one row a line, so that its changes read well in git."""
-        whole = {"format": _FORMAT, "world": self.world, "axes": self.axes, "made": self.made}
-        text = json.dumps(whole | {"rows": self.lines()}, indent=1, ensure_ascii=False)
-        write_whole(Path(path), f"{text}\n")
+    def write(self, path: str | Path, *names: str) -> None:
+        """Write the file, one row a line, so that its changes read well in git.
+
+        Args:
+            path: Where to.
+            *names: Attributes that are written besides, such as those that only one rank has.
+        """
+        told = {name: getattr(self, name) for name in ("world", "axes", "torch", *names)}
+        text = {"format": _FORMAT, **told, "rows": self.lines()}
+        write_whole(Path(path), f"{json.dumps(text, indent=1, ensure_ascii=False)}\n")
+
+    @property
+    def where(self) -> list[list[str]]:
+        """The modules of each row, in the order of the rows."""
+        return [sorted(self.rows[row]) for row in sorted(self.rows)]
 
     @classmethod
     def read(cls, path: str | Path) -> Contract:
         """Read a file.
 
         Raises:
-            DataError: If there is none, or it is no contract, or one of a newer halfstep.
+            DataError: If there is none, or it is no contract, or one of another format.
         """
         hint = "write it with: halfstep contract record -- COMMAND"
         try:
             read = read_json(str(path))
-            if read["format"] != _FORMAT:
-                raise DataError(f"{path}: has format {read['format']}, not {_FORMAT}; {hint}")
-            split = [
-                (s, *line.rsplit(": ", 1)) for s, lines in read["rows"].items() for line in lines
-            ]
-            rows: dict[Row, set[str]] = {(s, key, form): set() for s, key, form in split}
-            axes = {name: int(size) for name, size in read["axes"].items()}
-            return cls(rows, world=int(read["world"]), axes=axes, made={**read["made"]})
+            if read.pop("format") != _FORMAT:
+                raise ValueError
+            lines = [(section, line) for section, some in read.pop("rows").items() for line in some]
+            rows: list[Any] = [(section, *line.rsplit(": ", 1)) for section, line in lines]
+            where = [{*some} for some in read.pop("where", [()] * len(rows))]
+            return cls({(s, key, form): where[i] for i, (s, key, form) in enumerate(rows)}, **read)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}; {hint}") from error
         except CheckpointError as error:
             raise DataError(f"{error}; {hint}") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{path}: no contract; {hint}") from error
+            what = f"not a contract in format {_FORMAT}, which this halfstep reads"
+            raise DataError(f"{path}: {what}; {hint}") from error
 
     def findings(self) -> list[Finding]:
         """What is wrong without a file: gradients reduced in fewer bits than was asked for."""
-        asked = " and ".join(self.asked)
-        return [
-            Finding(
-                level="fault", name="reduced_below_asked",
-                what=f"gradients are reduced over {axis} in {form} ({op}), where FSDP was asked "
-                f"for {asked}",
-                do="keep the parameters that are whole on all ranks of that axis, such as norms, "
-                "in fp32: fully_shard them by themselves with param_dtype=torch.float32",
-                where=(axis,), values={"axis": axis, "dtype": form, "asked": self.asked},
-            )
-            for (section, *words), forms in sorted(self.forms.items())
-            if section == "collectives" and words[-1] == "gradients"
-            for (_, axis, op, _), form in ((words, form) for form in sorted(forms))
-            if self.asked and _bits(form) < min(map(_bits, self.asked))
-        ]  # fmt: skip
+        least, found = min(map(_bits, self.asked), default=0), []
+        for section, key, form in sorted(self.rows):
+            if section == "collectives" and key.endswith("gradients") and _bits(form) < least:
+                _, axis, op, _ = key.split("  ")
+                asked = " and ".join(self.asked)
+                found.append(Finding(
+                    level="fault", name="reduced_below_asked", where=(axis,),
+                    what=f"gradients are reduced over {axis} in {form} ({op}); FSDP was asked for "
+                    f"{asked}",
+                    do="fully_shard norms, and what else is whole on all ranks of that axis, by "
+                    "themselves with param_dtype=torch.float32",
+                    values={"axis": axis, "dtype": form, "asked": self.asked},
+                ))  # fmt: skip
+        return found
 
     def differences(self, now: Contract) -> list[Finding]:
         """What is in another dtype now, each with the dtypes that went and came."""
@@ -420,6 +401,8 @@ class Contract:
         module, op = words
         learns = first != "no_grad"
         deciding = learns and op.removesuffix("_backward").removesuffix("_forward") in _DECIDING
+        if op == _UNSCALES:
+            return gone, come
         if was:
             return (gone if deciding and now.among(section, first, module) else set()), come
         if not learns and (op, module) != ("cast", "-"):
@@ -431,58 +414,50 @@ class Contract:
         dtypes = set() if deciding or op == "cast" else {d for form in here for d in form.split()}
         return set(), {form for form in come if not {*form.split()} <= dtypes}
 
-    def text(self, now: Contract, found: list[Finding], names: str) -> str:
-        """The differences as git shows them: what went, what came, and where."""
-        lines = [f"{names}: {len(found)} of {len(self.forms)} rows differ"]
-        for i, one in enumerate(found):
-            if one.name not in {before.name for before in found[:i]}:
-                lines.append(f" {one.name}")
+    def text(self, now: Contract, names: str) -> str:
+        """The differences as git shows them: what went, what came, and where; "" for none."""
+        lines, section, found = [], "", self.differences(now)
+        for one in found:
+            lines += [f" {one.name}"] * (one.name != section)
             lines += [f"  - {one.values['row']}: {form}" for form in one.values["gone"]]
             lines += [f"  + {one.values['row']}: {form}" for form in one.values["new"]]
-            if one.where:
-                lines.append(str(one).splitlines()[1].replace("  in:", "      in:"))
-        return "\n".join([*lines, *(f" note: {note}" for note in self.notes(now, found))])
-
-    def notes(self, now: Contract, found: list[Finding]) -> list[str]:
-        """What was not compared, and what else may have changed rows."""
-        notes = [
-            f"{name} was {self.made.get(name)}, and is {value}: rows may differ for that alone"
-            for name, value in now.made.items()
-            if found and self.made.get(name) != value
-        ]
-        if not {*self.rows} & {*now.rows} - {row for row in now.rows if row[0] == "switches"}:
-            notes.append("no row is the same: the file may be of another program")
-        unseen = sorted({*self.axes} - {*now.axes})
-        if unseen and self.world != now.world:
-            notes.append(f"axis {', '.join(unseen)} of {self.world} ranks was not compared")
-        return notes
+            lines += [f"    {line}" for line in str(one).splitlines()[1:]]
+            section = one.name
+        if found and self.torch != now.torch:
+            lines.append(f" note: torch {self.torch} wrote the file, and this is {now.torch}")
+        if found and not {*self.rows} & {row for row in now.rows if row[0] != "switches"}:
+            lines.append(" note: no row is the same; the file may be of another program")
+        missing = ", ".join(sorted({*self.axes} - {*now.axes})) if self.world != now.world else ""
+        lines += [f" note: {now.world} of {self.world} ranks ran, without {missing}"] * bool(
+            missing
+        )
+        return "\n".join([f"{names}: {len(found)} of {len(self.forms)} rows differ", *lines])
 
 
 def united(parts: list[Contract]) -> Contract:
     """The contract of all ranks; a row that only some have says which."""
-    rows: dict[Row, set[str]] = defaultdict(set)
+    rows: dict[Row, set[str]] = {}
     for row in {row for part in parts for row in part.rows}:
         having = [part for part in parts if row in part.rows]
         ranks = {f"rank {part.rank}" for part in having} if len(having) < len(parts) else set()
         rows[row] = ranks.union(*(part.rows[row] for part in having))
-    return Contract(
-        rows,
-        world=max(part.world for part in parts),
-        steps=min(part.steps for part in parts),
-        axes={axis: size for part in parts for axis, size in part.axes.items()},
-        asked=sorted({asked for part in parts for asked in part.asked}),
-    )
+    axes = {axis: size for part in parts for axis, size in part.axes.items()}
+    asked = sorted({asked for part in parts for asked in part.asked})
+    world, count = max(part.world for part in parts), min(part.steps for part in parts)
+    return Contract(rows, world, axes, _torch(), 0, count, asked)
 
 
-def _order(row: tuple[str, ...]) -> tuple[int, int, tuple[str, ...]]:
-    """Causes before what follows from them: parameters, then forwards, then backwards."""
-    section = _ORDER.index(row[0]) if row[0] in _ORDER else 0
-    return section, _DIRECTIONS.index(row[1]) if row[1] in _DIRECTIONS else 0, row
+def _torch() -> str:
+    return torch.__version__.partition("+")[0]
+
+
+def _order(row: tuple[str, ...]) -> tuple[Any, ...]:
+    return *(_ORDER.index(word) if word in _ORDER else -1 for word in row[:2]), row
 
 
 def _plain(name: str) -> str:
     """A module's or parameter's name without those that wrappers add."""
-    return re.sub(_WRAPPER, "", name)
+    return _WRAPPERS.sub("", name)
 
 
 def _bits(dtype: str) -> int:
@@ -491,11 +466,11 @@ def _bits(dtype: str) -> int:
 
 def _of_an_engine() -> bool:
     """Whether DDP or FSDP runs the operation, between it and the forward of a module."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         if _ENGINES.search(frame.f_code.co_filename):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
@@ -520,6 +495,6 @@ def _reductions(model: nn.Module) -> Iterator[torch.dtype]:
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", None)
         asked: Any = state()._mp_policy if state else getattr(module, "mixed_precision", None)
-        own = [p.dtype for p in module.parameters()][:1]
+        own = next((p.dtype for p in module.parameters()), None)
         if hasattr(asked, "reduce_dtype"):
-            yield from filter(None, [asked.reduce_dtype or asked.param_dtype or [*own, None][0]])
+            yield from filter(None, [asked.reduce_dtype or asked.param_dtype or own])
