@@ -54,7 +54,7 @@ def contract(tmp_path):
         (["check", "--file", "none.json", "--", "true"], "none.json: No such file"),
         (["record", "--", "no-such-program"], "no-such-program: No such file"),
         (["record", "--", "true"], "nothing was recorded of true: it took no optimizer step"),
-        (["record", "--steps", "-1", "--", "true"], "--steps"),
+        (["record", "--steps", "-1", "--", "true"], "steps=-1"),
         (["record", "--file", "none/x.json", "--", "true"], "give another --file"),
         (["recrod", "--", "true"], "unknown COMMAND"),
     ],

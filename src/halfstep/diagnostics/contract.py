@@ -37,7 +37,7 @@ from halfstep.diagnostics.module_calls import Location, ModuleCalls
 from halfstep.diagnostics.nonfinite.operations import FILLS
 from halfstep.diagnostics.trace import Ran, Tracker, is_product
 from halfstep.errors import CheckpointError, DataError
-from halfstep.files import read_json, write_whole
+from halfstep.files import parse_json, write_whole
 from halfstep.precision.casting.autocast import SWITCHES, setting_of
 from halfstep.precision.casting.op_table import OPS
 from halfstep.precision.masters.local_part import storage_key
@@ -169,7 +169,7 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
         self._stepping.append(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepping.pop()
+        self._stepping = self._stepping[:-1]  # it is empty where a closure began the recording
         if optimizer not in self._stepping:  # or it is the step of a base class
             self._read(optimizer)  # and what a closure and the step have made
         if not self._stepping:
@@ -337,7 +337,7 @@ class Contract:
         """
         hint = "write it with: halfstep contract record -- COMMAND"
         try:
-            read = read_json(str(path))
+            read = parse_json(Path(path).read_bytes(), str(path))
             if read.pop("format") != _FORMAT:
                 raise ValueError
             lines = [(section, line) for section, some in read.pop("rows").items() for line in some]

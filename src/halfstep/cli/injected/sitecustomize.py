@@ -20,15 +20,24 @@ _WANTED = json.loads(os.environ.get("HALFSTEP_CONTRACT", "{}"))
 class _AfterTorch:
     """Finds torch as Python does, and begins to listen once that has been imported."""
 
+    looking = False
+
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        """Return the spec of torch, and nothing for all else."""
-        if name != "torch":
+        """Return the spec of torch, and nothing for all else; many only ask whether it is there."""
+        if name != "torch" or self.looking:
             return None
-        sys.meta_path.remove(self)
+        self.looking = True
         spec: Any = find_spec(name)
+        self.looking = False
         if spec is not None:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), _Program(module))
+
+            def then_listen(module: Any) -> None:
+                sys.meta_path.remove(self)
+                execute(module)
+                _Program(module)
+
+            spec.loader.exec_module = then_listen
         return spec
 
 
