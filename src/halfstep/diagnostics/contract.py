@@ -80,7 +80,7 @@ class _Calls(ModuleCalls):
         super().__init__(nn.Module(), ended=lambda call, output: None)
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._owners: dict[int, str] = {}  # modules of parameters
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
     def hook(self) -> None:
         """Register hooks on every module."""
@@ -93,7 +93,7 @@ class _Calls(ModuleCalls):
     def begin(self, module: nn.Module, args: Any) -> None:
         """Take the start of a forward; the first outermost one gives the modules their names."""
         if module not in self._names:
-            self.models.add(module)
+            self.models[module] = None
             alone = "" if any(True for _ in module.parameters()) else type(module).__name__
             for name, inner in module.named_modules():
                 plain = self._names.setdefault(inner, _plain(name).rstrip(".") or alone)
@@ -181,7 +181,7 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
         """Make rows of the tensors that are there before or after a step."""
         named: dict[Tensor, str] = {}
         for model in self.calls.models:
-            named |= {p: _plain(name) for name, p in model.named_parameters()}
+            named = {p: _plain(name) for name, p in model.named_parameters()} | named
             for name, buffer in model.named_buffers():
                 if buffer.is_floating_point():
                     self._add("buffers", _plain(name), buffer)
@@ -320,13 +320,10 @@ class Contract:
             *names: Attributes that are written besides, such as those that only one rank has.
         """
         told = {name: getattr(self, name) for name in ("world", "axes", "torch", *names)}
+        where = [sorted(self.rows[row]) for row in sorted(self.rows)]
         text = {"format": _FORMAT, **told, "rows": self.lines()}
+        text |= {"where": where} if names else {}
         write_whole(Path(path), f"{json.dumps(text, indent=1, ensure_ascii=False)}\n")
-
-    @property
-    def where(self) -> list[list[str]]:
-        """The modules of each row, in the order of the rows."""
-        return [sorted(self.rows[row]) for row in sorted(self.rows)]
 
     @classmethod
     def read(cls, path: str | Path) -> Contract:
@@ -342,13 +339,20 @@ class Contract:
                 raise ValueError
             lines = [(section, line) for section, some in read.pop("rows").items() for line in some]
             rows: list[Any] = [(section, *line.rsplit(": ", 1)) for section, line in lines]
-            where = [{*some} for some in read.pop("where", [()] * len(rows))]
-            return cls({(s, key, form): where[i] for i, (s, key, form) in enumerate(rows)}, **read)
+            where = read.pop("where", [()] * len(rows))
+            return cls(
+                {(s, key, form): {*where[i]} for i, (s, key, form) in enumerate(rows)}, **read
+            )
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}; {hint}") from error
-        except CheckpointError as error:
-            raise DataError(f"{error}; {hint}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (
+            CheckpointError,
+            KeyError,
+            IndexError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:
             what = f"not a contract in format {_FORMAT}, which this halfstep reads"
             raise DataError(f"{path}: {what}; {hint}") from error
 
@@ -425,8 +429,6 @@ class Contract:
             section = one.name
         if found and self.torch != now.torch:
             lines.append(f" note: torch {self.torch} wrote the file, and this is {now.torch}")
-        if found and not {*self.rows} & {row for row in now.rows if row[0] != "switches"}:
-            lines.append(" note: no row is the same; the file may be of another program")
         missing = ", ".join(sorted({*self.axes} - {*now.axes})) if self.world != now.world else ""
         lines += [f" note: {now.world} of {self.world} ranks ran, without {missing}"] * bool(
             missing

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,38 +20,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def precision_contract(
-    request: pytest.FixtureRequest,
-) -> Callable[[str | Path], AbstractContextManager[Any]]:
+def precision_contract(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Compare the dtypes of the training steps in a ``with`` block with a file.
 
-    The path is relative to pytest's root folder. A difference fails the test, with the rows that
-    went and came; ``pytest --contract-update`` writes the file.
-
-    Example::
-
-        def test_dtypes(precision_contract):
-            with precision_contract("contracts/train.json"):
-                train(steps=2)
+    ``with precision_contract("contracts/train.json"): ...`` fails the test where they differ, with
+    the rows that went and came. The path is relative to pytest's root folder.
     """
-    update = request.config.getoption("--contract-update")
-    root = request.config.rootpath
+    library = importlib.import_module("halfstep.diagnostics.contract")
 
     @contextmanager
-    def compared(path: str | Path) -> Iterator[Any]:
-        library = importlib.import_module("halfstep.diagnostics.contract")
-        file = root / path
+    def compared(path: str) -> Iterator[Any]:
+        file = request.config.rootpath / path
+        update = request.config.getoption("--contract-update")
         before = None if update else library.Contract.read(file)
         with library.contract() as seen:
             yield seen
-        now = seen.recorded()
         if before is None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            now.write(file)
-            return
-        found = before.differences(now)
-        if found:
-            text = library.difference_text(before, now, found, f"{path} and this test")
-            pytest.fail(f"{text}\n do: if that is meant: pytest --contract-update", pytrace=False)
+            seen.recorded().write(file)
+        elif before.differences(seen.recorded()):
+            text = before.text(seen.recorded(), f"{path} and this test")
+            pytest.fail(f"{text}\n do: if that is meant, pytest --contract-update", pytrace=False)
 
     return compared
