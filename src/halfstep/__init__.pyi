@@ -11,8 +11,11 @@ from .diagnostics.nonfinite.first_cause import (
     trace_nonfinite as trace_nonfinite,
 )
 from .diagnostics.recorder import Recorder as Recorder
-from .diagnostics.statistics.watch import load_numerics as load_numerics, watch as watch
-from .diagnostics.statistics.what_if import what_if as what_if
+from .diagnostics.statistics.watch import (
+    load_numerics as load_numerics,
+    watch as watch,
+    what_if as what_if,
+)
 from .diagnostics.trace import trace as trace
 from .errors import (
     CheckpointError as CheckpointError,
