@@ -266,7 +266,7 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
 
     def recorded(self) -> Contract:
         """What was recorded so far, in this process."""
-        many = dist.is_initialized()
+        many = dist.is_available() and dist.is_initialized()
         world = dist.get_world_size() if many else 1
         named = _mesh_name(world) if "world" in self._axes else "world"
         rows: dict[Row, set[str]] = {
@@ -320,9 +320,8 @@ class Contract:
             *names: Attributes that are written besides, such as those that only one rank has.
         """
         told = {name: getattr(self, name) for name in ("world", "axes", "torch", *names)}
-        where = [sorted(self.rows[row]) for row in sorted(self.rows)]
         text = {"format": _FORMAT, **told, "rows": self.lines()}
-        text |= {"where": where} if names else {}
+        text |= {"where": [sorted(self.rows[row]) for row in sorted(self.rows)]} if names else {}
         write_whole(Path(path), f"{json.dumps(text, indent=1, ensure_ascii=False)}\n")
 
     @classmethod

@@ -51,10 +51,8 @@ class _Program:
         class Mode(modes.TorchDispatchMode):  # type: ignore[misc, name-defined]
             supports_higher_order_operators = True
 
-            def __torch_dispatch__(
-                mode, func: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                return self.dispatched(mode, func, types, args, kwargs or {})
+            def __torch_dispatch__(mode, *call: Any) -> Any:
+                return self.dispatched(mode, *call)
 
         def run(thread: threading.Thread) -> None:
             with Mode():  # modes are each thread's own
@@ -87,7 +85,7 @@ class _Program:
             self.seen.calls.begin(*call)
 
     def write(self) -> None:
-        self.seen.recorded().write(self.path, "rank", "steps", "asked", "where")
+        self.seen.recorded().write(self.path, "rank", "steps", "asked")
 
     def before_step(self, optimizer: Any) -> None:
         if self.seen is None or not 0 < _WANTED["steps"] <= self.seen.steps.get(optimizer, 0):
