@@ -153,18 +153,6 @@ if __name__ == "__main__":
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         accumulate_grad_batches=EVERY).fit(Model(), loader)
 """,
-    "accelerate": """
-import accelerate, torch
-run = accelerate.Accelerator(cpu=True, mixed_precision="bf16" if BF16 else "no",
-                             gradient_accumulation_steps=EVERY)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters()))
-for _ in range(8):
-    with run.accumulate(model):
-        run.backward(model(torch.randn(SIZE, 8)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-""",
 }
 
 
@@ -187,18 +175,3 @@ def test_programs_of_others(contract, tmp_path, name):
     done = contract("check", *program("fp32.py", BF16=False, SIZE=4, EVERY=1))
     assert done.returncode == 1
     assert "matmul: bf16 -> bf16" in done.stdout
-
-
-@pytest.mark.slow
-def test_our_own_trainer(contract, settings):
-    train = [sys.executable, "-m", "halfstep", "train", *settings, "--output-dir", "run"]
-    done = contract("record", "--", *train, "--max-steps", 4, "--precision", "bf16-mixed")
-    assert done.returncode == 0, done.stderr
-    again = [*train[:-1], "again", "--max-steps", 6, "--precision", "bf16-mixed", "--batch-size", 2]
-    done = contract("check", "--", *again)
-    assert done.returncode == 0, done.stdout
-    done = contract(
-        "check", "--", *train[:-1], "split", "--max-steps", 4, "--precision", "bf16-split"
-    )
-    assert done.returncode == 1
-    assert " states" in done.stdout

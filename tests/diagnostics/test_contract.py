@@ -227,6 +227,8 @@ def test_a_rank_or_an_axis_of_its_own():
     "content",
     ["", "{", "[]", "{}", '{"format": 2}', '{"format": 1, "rows": []}', "\0\1",
      '{"format": 1, "rows": {"a": ["b"]}, "world": 1, "axes": {}, "torch": ""}',
+     '{"format": 1, "rows": {"operations": ["b: c"]}, "world": 1, "axes": {}, "torch": ""}',
+     '{"format": 1, "rows": {}, "world": 1, "axes": 3, "torch": ""}',
      '{"format": 1, "rows": {}, "world": 1, "axes": {}, "torch": "", "more": 1}'],
 )  # fmt: skip
 def test_a_file_that_is_none_is_refused_in_one_line(tmp_path, content):

@@ -9,12 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -87,9 +82,6 @@ def made(kind):
         if kind == "ddp_bf16":
             model.register_comm_hook(None, in_bf16)
         return model
-    if kind == "fsdp1":
-        low = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)
-        return FullyShardedDataParallel(model, mixed_precision=low, device_id=torch.device("cpu"))
     if kind.startswith("fsdp"):
         dtypes = {"fsdp": (BF16, FP32), "fsdp_reduce": (BF16, None), "fsdp_fp32": (FP32, FP32)}
         return sharded(

@@ -29,6 +29,8 @@ def run(arguments: ContractRecord | ContractCheck) -> int:
         names = f"{file} and {_ranks(now)} of {' '.join(arguments.command):.100}"
         told = {"format": 1, "command": "contract", "findings": [*map(asdict, found)]}
         print(json.dumps(told) if arguments.json else before.text(now, names))
+        if found and not arguments.json:
+            print(" do: if that is meant, halfstep contract record with the same words")
     elif file.is_dir() or not file.absolute().parent.is_dir():
         raise ConfigError(f"{file}: is a folder, or in none; give another --file")
     else:

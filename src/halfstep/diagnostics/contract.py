@@ -69,6 +69,7 @@ _ORDER = (  # causes before what follows from them
     *("switches", "parameters", "buffers", "operations", "gradients", "states", "collectives"),
     *("forward", "no_grad", "backward", "update"),
 )
+_WORDS = {"operations": 3, "collectives": 4}  # of a row
 Row = tuple[str, str, str]
 """Section, what, and the dtype that it is in."""
 
@@ -338,20 +339,13 @@ class Contract:
                 raise ValueError
             lines = [(section, line) for section, some in read.pop("rows").items() for line in some]
             rows: list[Any] = [(section, *line.rsplit(": ", 1)) for section, line in lines]
-            where = read.pop("where", [()] * len(rows))
-            return cls(
-                {(s, key, form): {*where[i]} for i, (s, key, form) in enumerate(rows)}, **read
-            )
+            where, read["axes"] = read.pop("where", [()] * len(rows)), {**read["axes"]}
+            if any(key.count("  ") != _WORDS.get(s, 1) - 1 for s, key, _ in rows):
+                raise ValueError
+            return cls({row: {*some} for row, some in zip(rows, where, strict=True)}, **read)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}; {hint}") from error
-        except (
-            CheckpointError,
-            KeyError,
-            IndexError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as error:
+        except (CheckpointError, LookupError, TypeError, ValueError, AttributeError) as error:
             what = f"not a contract in format {_FORMAT}, which this halfstep reads"
             raise DataError(f"{path}: {what}; {hint}") from error
 
@@ -418,7 +412,7 @@ class Contract:
         return set(), {form for form in come if not {*form.split()} <= dtypes}
 
     def text(self, now: Contract, names: str) -> str:
-        """The differences as git shows them: what went, what came, and where; "" for none."""
+        """The differences as git shows them: what went, what came, and where."""
         lines, section, found = [], "", self.differences(now)
         for one in found:
             lines += [f" {one.name}"] * (one.name != section)
@@ -428,10 +422,8 @@ class Contract:
             section = one.name
         if found and self.torch != now.torch:
             lines.append(f" note: torch {self.torch} wrote the file, and this is {now.torch}")
-        missing = ", ".join(sorted({*self.axes} - {*now.axes})) if self.world != now.world else ""
-        lines += [f" note: {now.world} of {self.world} ranks ran, without {missing}"] * bool(
-            missing
-        )
+        if self.world != now.world and (missing := ", ".join(sorted({*self.axes} - {*now.axes}))):
+            lines.append(f" note: {now.world} of {self.world} ranks ran, without {missing}")
         return "\n".join([f"{names}: {len(found)} of {len(self.forms)} rows differ", *lines])
 
 
