@@ -171,6 +171,19 @@ def test_a_closure_and_a_loop_without_modules():
     assert rows(seen.recorded(), "gradients") == ["-: fp32"]
 
 
+def test_torch_adds_a_bias_apart_for_some_shapes():
+    def of(batch):
+        def loss(model):
+            mask = (torch.arange(5) > 3).expand(batch, 5)
+            y = model(torch.randn(batch, 5, 8), src_key_padding_mask=mask)
+            return (y.float() * mask[..., None].float()).pow(2).mean()
+
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        return small(layer, loss)
+
+    assert of(1).differences(of(4)) == of(4).differences(of(1)) == []
+
+
 def test_it_changes_no_bit():
     def weights(seen):
         torch.manual_seed(0)

@@ -214,9 +214,11 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
         op, direction, inputs, node = one.op, one.direction, one.inputs, one.place.node
         if one.known.collective or op in _MOVES or (op != "cast" and node == "AccumulateGrad"):
             return  # several micro-batches add up, and gradients have rows of their own
+        if op == "add" and one.given and one.given[-1].ndim == 1 < one.made[0].ndim:
+            return  # the bias of a matmul, which torch adds apart for some shapes
         if op == "cast":
             inputs = inputs[-1:]
-            if one.given[-1].dtype.itemsize < one.made[0].dtype.itemsize:
+            if not inputs or one.given[-1].dtype.itemsize < one.made[0].dtype.itemsize:
                 return  # what computes with the wider values has a row
         if direction == "update" and not self._stepping:
             direction = "no_grad"
