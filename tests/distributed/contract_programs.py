@@ -92,7 +92,12 @@ def made(kind):
         return sharded(model, mesh, reduce=FP32 if kind == "hsdp" else BF16)
     if kind.startswith("2d"):
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
-        return sharded(split(model, mesh["tp"]), mesh["dp"], param=BF16 if kind == "2d" else FP32)
+        model = split(model, mesh["tp"])
+        for block in model if kind == "2d_norms" else ():  # what is whole on the ranks of tp
+            policy = MixedPrecisionPolicy(FP32, FP32, output_dtype=BF16)
+            fully_shard(block.norm, mesh=mesh["dp"], mp_policy=policy)
+            block.norm.set_force_sum_reduction_for_comms(True)
+        return sharded(model, mesh["dp"], param=FP32 if kind == "2d_fp32" else BF16)
     return model
 
 

@@ -64,7 +64,7 @@ _COLLECTIVE = re.compile(
     "(?:c10d|_c10d_functional)._?(all_?reduce|all_?gather|reduce_scatter|all_?to_?all|broadcast|"
     "gather|scatter|reduce|send|recv)"
 )
-_ENGINES = re.compile("/distributed/fsdp/|/_composable/|/nn/parallel/distributed.py|/comm_hooks/")
+_ENGINES = re.compile("/torch/(distributed/(fsdp|_composable|algorithms/ddp)|nn/parallel/)")
 _ORDER = (  # causes before what follows from them
     *("switches", "parameters", "buffers", "operations", "gradients", "states", "collectives"),
     *("forward", "no_grad", "backward", "update"),
