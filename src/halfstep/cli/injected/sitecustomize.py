@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import warnings
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -61,6 +62,7 @@ class _Program:
         self.torch, self.top, self.mode = torch, modes, Mode()
         self.seen: Any = None
         self.path = Path(_WANTED["folder"]) / f"{os.getpid()}.json"
+        warnings.filterwarnings("ignore", "Using `torch.compile.* global hooks")  # they are ours
         self.hook = hooks.register_module_forward_pre_hook(self.begin)
         real, threading.Thread.run = threading.Thread.run, run  # type: ignore[method-assign, assignment]
         self.mode.__enter__()
