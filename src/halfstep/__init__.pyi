@@ -1,6 +1,7 @@
 """The public names of halfstep; each is loaded on first use."""
 
 from . import distributed as distributed, formats as formats, optim as optim
+from .diagnostics.contract import contract as contract
 from .diagnostics.health import LayerHealth as LayerHealth
 from .diagnostics.lost_updates import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.memory import MemoryMeter as MemoryMeter

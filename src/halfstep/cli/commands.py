@@ -157,6 +157,30 @@ class Xray:
     all: bool = option(False, "Show all tensors that differ from the base, not the first 20.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ContractRecord:
+    """Write the dtypes of a training program as a file: operations, states, collectives.
+
+    Any program of PyTorch, unchanged: halfstep contract record -- torchrun train.py --lr 1e-3
+    """
+
+    command: tuple[str, ...] = option((), "The program, after --.", positional=True)
+    file: str = option("precision.json", "The file.")
+    steps: Count = option(2, "Steps of its optimizer to record; 0: all.")
+    stop: bool = option(False, "End the program after these steps.")
+    nproc: Count = option(0, "Start the program on this many ranks, by torchrun.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContractCheck(ContractRecord):
+    """Compare the dtypes of a training program with its file; the code is 1 if they differ.
+
+    Any program of PyTorch, unchanged: halfstep contract check -- torchrun train.py --lr 1e-3
+    """
+
+    json: bool = option(False, "Print one JSON object on stdout, and the program's on stderr.")
+
+
 COMMANDS: Mapping[str, type[Any]] = {
     **{kind.COMMAND: kind for kind in TASKS.values() if kind.COMMAND},
     "predict": Predicting,
@@ -169,6 +193,8 @@ COMMANDS: Mapping[str, type[Any]] = {
     "doctor": Doctor,
     "report": Report,
     "xray": Xray,
+    "contract record": ContractRecord,
+    "contract check": ContractCheck,
 }
 """Words of a command to its dataclass of arguments."""
 
@@ -212,12 +238,13 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
     name = command_of(words)
     kind = COMMANDS[name]
     runs = issubclass(kind, BaseConfig)
-    if runs and "--" in words:
+    if (runs or "command" in kind.__dataclass_fields__) and "--" in words:
         cut = words.index("--")
         words, launcher = words[:cut], words[cut + 1 :]
     parser = parser_of(name)
     given = vars(parser.parse_args(_spelled(words[len(name.split()) :], parser)))
     if not runs:
+        given |= {} if launcher is None else {"command": launcher}
         return name, build(kind, given, named=option_name)
     own = {one.name: given.pop(one.name) for one in fields(Start) if one.name in given}
     start = build(Start, own, named=option_name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import FrameType
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.diagnostics.module_calls import ModuleCalls
-from halfstep.diagnostics.nonfinite.operations import floating, operation
+from halfstep.diagnostics.module_calls import Location, ModuleCalls
+from halfstep.diagnostics.nonfinite.operations import Operation as Known, floating, operation
 from halfstep.precision.border import require, require_model
 from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.casting.op_table import OPS
@@ -81,7 +81,101 @@ class Operation:
         return f"{self.op} in {where}: {forms}, {self.calls} {calls}"
 
 
-class trace(TorchDispatchMode):
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One operation that has run, as it is meant: a simulated matmul is one in 16 bits.
+
+    Attributes:
+        known: Facts about the operator.
+        place: The module, and the node of a backward, that it belongs to.
+        direction: ``"forward"``, ``"backward"`` or ``"update"``.
+        op: Its name as the policies' table has it.
+        inputs: Dtypes of its floating operands, or its scheme.
+        outputs: Dtypes of its results, each once.
+        given: Its floating operands.
+        made: Its floating results.
+        args: What it was called with, by position.
+        kwargs: What it was called with, by name.
+    """
+
+    known: Known
+    place: Location
+    direction: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    given: Sequence[Tensor]
+    made: Sequence[Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class Tracker(TorchDispatchMode):
+    """Sees each operation that makes floating values, and the module that it belongs to.
+
+    What follows is told of it by :meth:`ran`; views, allocations and what only looks are not.
+    """
+
+    supports_higher_order_operators = True
+    lists = False  # whether it sees what writes to lists of tensors, as optimizers do
+
+    def __init__(self, model: nn.Module, modules: ModuleCalls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model, self._modules = model, modules
+        self._names: dict[int, tuple[str, bool]] = {}
+
+    def __enter__(self) -> Self:
+        for name, parameter in self._model.named_parameters():
+            if not nn.parameter.is_lazy(parameter):
+                self._names[storage_key(parameter)] = name, True
+        self._modules.hook()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._modules.unhook()
+
+    def ran(self, one: Ran) -> None:
+        """Take one operation."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        known = operation(func)
+        if known.view or known.allocates or known.looks(result):
+            return result
+        made = [*floating(args[0] if self.lists and result is None and args else result)]
+        if not made:
+            return result
+        simulated, low, low_bit, updates = _frames()
+        if simulated is not None and simulated is not func:
+            return result  # a conversion of its operands, or of its result
+        given = _unique([*args, *(kwargs[name] for name in kwargs if name != "out")])
+        if known.attention:  # its log-sum-exp is fp32, and the mask may be
+            given, made = given[:3], made[:1]
+        place = self._modules.place(self._names)
+        direction: str = place.direction
+        if direction == "forward" and not place.class_name and updates:
+            direction = "update"
+        op, inputs = _name(known.base, given, made), tuple(_form(t, low) for t in given)
+        outputs = tuple(dict.fromkeys(_form(t, low) for t in made))
+        if low_bit is not None:
+            if not (is_product(op) or op.startswith("scaled_mm")):
+                return result  # it rounds operands
+            op, inputs, outputs = _of_recipe(low_bit)
+        self.ran(Ran(known, place, direction, op, inputs, outputs, given, made, args, kwargs))
+        return result
+
+
+class trace(Tracker):  # type: ignore[no-untyped-call]
     """Records what one training step runs; enter it around forward, backward and step.
 
     It slows the step, but changes no bit of it, except that dropout draws torch's masks where a
@@ -111,66 +205,24 @@ class trace(TorchDispatchMode):
         []
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, model: nn.Module, precision: Precision | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._model = require_model(model, "trace(model)")
+        require_model(model, "trace(model)")
+        super().__init__(model, ModuleCalls(model))
         if precision is not None:
             require(precision, Precision, "trace(precision)", "a halfstep.Precision, or None")
         self.policy = None if precision is None else precision.policy
         self.operations: tuple[Operation, ...] = ()
-        self._modules = ModuleCalls(model)
         self._calls: Counter[_Key] = Counter()
-        self._names: dict[int, tuple[str, bool]] = {}
-
-    def __enter__(self) -> Self:
-        for name, parameter in self._model.named_parameters():
-            if not nn.parameter.is_lazy(parameter):
-                self._names[storage_key(parameter)] = name, True
-        self._modules.hook()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._modules.unhook()
+        super().__exit__(*exception)
         self.operations = tuple(Operation(*key, n) for key, n in self._calls.items())
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        known = operation(func)
-        if known.view or known.allocates or known.looks(result):
-            return result
-        simulated, low, low_bit, updates = _frames()
-        if simulated is not None and simulated is not func:
-            return result  # a conversion of its operands, or of its result
-        given = _unique([*args, *(kwargs[name] for name in kwargs if name != "out")])
-        made = [*floating(result)]
-        if not made:
-            return result
-        if known.attention:  # its log-sum-exp is fp32, and the mask may be
-            given, made = given[:3], made[:1]
-        place = self._modules.place(self._names)
-        direction: str = place.direction
-        if direction == "forward" and not place.class_name and updates:
-            direction = "update"
-        op, inputs = _name(known.base, given, made), tuple(_form(t, low) for t in given)
-        outputs = tuple(dict.fromkeys(_form(t, low) for t in made))
-        if low_bit is not None:
-            if not (is_product(op) or op.startswith("scaled_mm")):
-                return result  # it rounds operands
-            op, inputs, outputs = _of_recipe(low_bit)
-        key = (place.module, place.class_name, direction, op, inputs, outputs)
+    def ran(self, one: Ran) -> None:
+        """Count an operation."""
+        place = one.place
+        key = (place.module, place.class_name, one.direction, one.op, one.inputs, one.outputs)
         self._calls[key] += 1
-        return result
 
     def __str__(self) -> str:
         """Operations by module, as aligned text."""
