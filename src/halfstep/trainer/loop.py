@@ -312,10 +312,7 @@ class _Books:
         self.news += filter(None, [self._word])
 
     def _save(self, *, last: bool, waits: bool) -> bool:
-        """Save a checkpoint, in the background unless it ``waits`` until that is complete.
-
-        Returns:
-            Whether it did; else training goes on.
+        """Save a checkpoint, in the background unless it ``waits`` for that; return if it did.
 
         Raises:
             CheckpointError: If none can be written, and the run may not go on without.
