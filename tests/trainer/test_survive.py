@@ -245,6 +245,18 @@ def failing_fsync(monkeypatch, part, times, lost=False):
     return watch
 
 
+def test_each_checkpoint_is_told_once(tmp_path, disk):
+    told = []
+
+    def watch(tick):
+        told.append([path.name[-1] for path in tick.checkpoints])
+        if tick.record.step == 5:
+            disk.set()
+
+    trainer(tmp_path / "r", plain(), max_steps=6, callbacks=[watch]).train()
+    assert told == [*[[]] * 5, ["4", "6"]]
+
+
 @pytest.mark.parametrize(("times", "lost"), [(1, False), (99, False), (1, True)])
 def test_a_disk_that_fails_in_the_background_gets_a_save_of_a_later_step(
     tmp_path, monkeypatch, whole, times, lost

@@ -385,15 +385,19 @@ def _require_model(path: Where, stored: Iterable[Stored], wanted: Mapping[str, S
 # Writing.
 
 
-def require_writable(folder: Where) -> None:
-    """Refuse a folder that can never take checkpoints, before a step is lost to it."""
+def require_writable(folder: Where, *others: Where) -> None:
+    """Refuse folders of which none can ever take checkpoints, before a step is lost to them."""
     probe = below(folder, f"{_TEMPORARY}probe")
     try:
         write_hashed(probe, b"probe")
     except StorageError:  # a full disk, say: what may pass is for the run's own deadline
         return
     except CheckpointError as error:
-        raise type(error)(f"{folder} cannot take checkpoints: {error}; choose another") from error
+        if not others:
+            raise type(error)(
+                f"{folder} cannot take checkpoints: {error}; choose another"
+            ) from error
+        require_writable(*others)
     with suppress(CheckpointError):  # the first save removes it
         remove(probe)
 

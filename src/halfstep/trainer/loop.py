@@ -76,8 +76,8 @@ class Tick:
     Attributes:
         record: The line that went into ``metrics.jsonl``.
         evaluation: The validation result, if the step ended with one.
-        checkpoint: The checkpoint that is complete since the last tick, if any: it is saved in the
-            background, while training goes on.
+        checkpoints: Those that are complete since the last tick: they are saved in the background,
+            while training goes on.
         stopped_by: Empty, or why this is the last step: a signal's name, or a callback's
             ``"stop"``.
         verdicts: The first cause of a step that was not finite, the lost-update meter's
@@ -86,9 +86,14 @@ class Tick:
 
     record: Record
     evaluation: Evaluation | None
-    checkpoint: Path | None
+    checkpoints: tuple[Path, ...]
     stopped_by: str
     verdicts: tuple[str, ...] = ()
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest of the checkpoints, if there is one."""
+        return self.checkpoints[-1] if self.checkpoints else None
 
 
 def train(session: Session, path: Path) -> Iterator[Tick]:
@@ -210,7 +215,7 @@ class _Books:
         self._folders = folders_of(session.config.run, path)
         self._failing_since: float | None = None  # no checkpoint was written since
         self._begun: Save | None = None
-        self._saved: Path | None = None  # which no tick has told
+        self._saved: list[Path] = []  # which no tick has told
         self._word = ""  # what to say of it when it is complete
         if session.world.is_main:
             keep_lines(self._metrics, session.step)
@@ -226,7 +231,7 @@ class _Books:
     def tell(self, causes: CauseSearch) -> None:
         """Write down the held step, which is known now."""
         if self.held is not None:
-            self.ticks.append(self.tick(self.held, causes))
+            self.ticks.append(self._told(self.tick(self.held, causes)))
             self.held = None
 
     def tick(
@@ -250,10 +255,15 @@ class _Books:
             peak_memory_bytes=peak_memory_bytes(self._session.device),
         )
         self.write(record)
-        verdicts = (*causes.verdicts, *self.news)
+        return Tick(record, evaluation, (), "", causes.verdicts)
+
+    def _told(self, tick: Tick, *verdicts: str) -> Tick:
+        """Add to a tick what saves and layer health have to say."""
+        verdicts = (*tick.verdicts, *verdicts, *self.news)
+        told = replace(tick, checkpoints=tuple(self._saved), verdicts=verdicts)
         self.news.clear()
-        saved, self._saved = self._saved, None
-        return Tick(record, evaluation, saved, "", verdicts)
+        self._saved.clear()
+        return told
 
     def close_step(
         self, taken: _Taken, causes: CauseSearch, losses: _Losses, *, due: bool, last: bool
@@ -277,10 +287,7 @@ class _Books:
                     session.best = before
         if best and kept:
             session.world.main_only(lambda: session.report_best(self._path))
-        warned = (*tick.verdicts, *losses.verdicts(lost, taken), *self.news)
-        self.news.clear()
-        saved, self._saved = self._saved or tick.checkpoint, None
-        return replace(tick, checkpoint=saved, verdicts=warned)
+        return self._told(tick, *losses.verdicts(lost, taken))
 
     def write(self, record: Record) -> None:
         """Append a step to the metrics file, which rank 0 writes."""
@@ -310,17 +317,15 @@ class _Books:
         if seconds is not None and world.largest(len(wait(begun.lasting, seconds).not_done)):
             return
         self._begun = None
-        self._saved, self._failing_since = begun.complete(), None
+        self._saved.append(begun.complete())
+        self._failing_since = None
         self.news += filter(None, [self._word])
         if world.is_main:
             with suppress(OSError):  # without it, a resume cannot tell that a disk is missing
                 write_whole(self._path / NEWEST, f"{begun.final}\n")
 
     def _save(self, *, last: bool, waits: bool) -> bool:
-        """Save a checkpoint, in the background unless it ``waits`` until that is complete.
-
-        Returns:
-            Whether it did; else training goes on.
+        """Save a checkpoint, in the background unless it ``waits`` for that; return if it did.
 
         Raises:
             CheckpointError: If none can be written, and the run may not go on without.

@@ -225,17 +225,6 @@ def _require_free(*folders: Where) -> None:
         )
 
 
-def _require_takers(folders: list[Any], earlier: list[Any]) -> None:
-    """Refuse a resumed run's folders if a new one takes no checkpoint, or none does."""
-    new = [folder for folder in folders if folder not in earlier]
-    if not new:
-        with suppress(CheckpointError):
-            require_writable(folders[0])
-            return
-    for folder in new or folders[-1:]:
-        require_writable(folder)
-
-
 def _of_step(step: int | None, folders: list[Any]) -> list[Any]:
     """The checkpoints of a step, or all, in a run's folders, oldest first."""
     found, lost = reached(folders)
@@ -469,7 +458,8 @@ def _go_on(session: Session, path: Path, how: Resume, say: Say) -> None:
         session.world.main_only(lambda: _require_unsaved(path, run, attempt))
     # last-good goes on where a folder cannot be reached
     if how != "last-good" and session.step < session.config.run.max_steps:
-        session.world.main_only(lambda: _require_takers(folders, earlier))
+        for one_of in [[folder] for folder in folders if folder not in earlier] or [folders]:
+            session.world.main_only(partial(require_writable, *one_of))
     session.world.main_only(
         lambda: write_whole(path / "config.toml", config_to_toml(session.config))
     )
