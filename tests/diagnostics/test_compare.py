@@ -283,7 +283,7 @@ def test_updates_that_are_lost_are_named(runs):
     assert (found.first.direction, found.cause) == ("update", "lost update")
 
 
-# --- runs that are equal but for rounding ----------------------------------------------------------
+# --- runs that are equal but for rounding
 
 
 def checkpointed(model):
@@ -341,7 +341,7 @@ def test_a_measured_floor_is_room_for_more(runs):
     assert found.noise["source"] == "measured"
 
 
-# --- what is recorded ------------------------------------------------------------------------------
+# --- what is recorded
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-master", "fp16-mixed"])
@@ -412,7 +412,7 @@ def test_a_sketch_estimates_distances_and_adds_up_over_parts():
     assert sketch_of(block_sums(masked, 1).numpy(), 1).max() < 2
 
 
-# --- bad input -------------------------------------------------------------------------------------
+# --- bad input
 
 
 def refused(capsys, *words):
