@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from halfstep.cli.commands import Doctor, Explain, Report
+from halfstep.diagnostics.runs.compare import compare
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain
@@ -75,4 +76,6 @@ def _report(arguments: Report) -> None:
         heads = [*dict.fromkeys(head for row in report.rows for head in row.card)]
         rows = [[row.card.get(head, "-") for head in heads] for row in report.rows]
         print("", aligned([heads, *rows]), "", sep="\n")
+    if len(folders) == 2 and all((each / "record" / "record.json").is_file() for each in folders):
+        print(compare(*folders))
     print(f"Written: {path}")
