@@ -56,7 +56,7 @@ def by_halfstep(folder: Path, policy: str) -> Labels:
     use = Use(run=str(folder), device="cpu", precision=policy)
     model = TrainedClassifier(folder, run_config(folder)).open(use)
     model.tokenizer.max_length = MAX_LENGTH
-    return lambda texts, batch_size: [label for _, label, _ in model.classify(texts, batch_size)]
+    return lambda texts, batch_size: [label for _, label, _ in model.predict(texts, batch_size)]
 
 
 def by_pipeline(folder: Path, dtype: torch.dtype) -> Labels:

@@ -2,13 +2,14 @@
 
 import errno
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from halfstep.diagnostics.metrics import keep_lines
 from halfstep.errors import CheckpointError
-from halfstep.files import write_whole
+from halfstep.files import THREADS, each_of, write_whole
 
 
 @pytest.fixture
@@ -52,3 +53,8 @@ def test_a_resume_on_a_full_disk_loses_no_line(tmp_path, full_disk):
     with pytest.raises(CheckpointError, match="No space"):
         keep_lines(path, 5)
     assert path.read_text().splitlines() == LINES
+
+
+def test_items_are_worked_on_side_by_side_by_this_thread_too():
+    meeting = threading.Barrier(THREADS)
+    each_of(lambda _: meeting.wait(5), range(THREADS))  # raises unless all are at work at once

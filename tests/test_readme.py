@@ -129,38 +129,6 @@ def test_the_measured_losses_are_those_of_the_results(name):
                     for policy, run in found.items()}  # fmt: skip
 
 
-TWINS = [("README.md", "README.zh.md"), ("docs/measured.md", "docs/measured.zh.md")]
-
-
-def shape(text):
-    """What a page and its translation have in common."""
-    blocks = re.findall(r"^```.*?^```", text, re.DOTALL | re.MULTILINE)
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    bare = [re.sub(r"(^| {2,})#.*", "", block, flags=re.MULTILINE) for block in blocks]
-    links = re.findall(r"\]\(([^)]+)\)", prose)
-    return {
-        "headings": [len(line.split()[0]) for line in prose.splitlines() if line.startswith("#")],
-        "blocks": ["\n".join(line.rstrip() for line in block.splitlines()) for block in bare],
-        "links": [re.sub(r"#.*", "#", link.replace(".zh.", ".")) for link in links],
-        "table rows": [line.count("|") for line in prose.splitlines() if line.startswith("|")],
-        "code": sorted(re.findall(r"`([^`]+)`", prose)),
-        "numbers": sorted(re.findall(r"\d+\.\d+|\d,\d{3}", prose)),
-    }
-
-
-@pytest.mark.parametrize(("english", "chinese"), TWINS)
-def test_a_page_and_its_translation_are_equal(english, chinese):
-    pages = [(ROOT / name).read_text(encoding="utf-8") for name in (english, chinese)]
-    one, other = map(shape, pages)
-    for part in one:
-        assert one[part] == other[part], part
-    assert len(pictures(pages[0])) == len(pictures(pages[1])) > 0
-    for target in pictures(pages[1]):  # figures speak the language too
-        picture = ROOT / Path(chinese).parent / target
-        assert picture.exists()
-        assert ".zh." in target or not picture.with_suffix(".zh.svg").exists()
-
-
 def test_the_diff_trains_on_both_sides():
     """The lines that go and the lines that come, each with the lines that stay."""
     (diff,) = re.findall(r"```diff\n(.*?)```", READMES["README.md"], re.DOTALL)

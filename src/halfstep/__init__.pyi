@@ -12,8 +12,11 @@ from .diagnostics.nonfinite.first_cause import (
 from .diagnostics.recorder import Recorder as Recorder
 from .diagnostics.runs.compare import compare as compare
 from .diagnostics.runs.recording import record as record
-from .diagnostics.statistics.watch import load_numerics as load_numerics, watch as watch
-from .diagnostics.statistics.what_if import what_if as what_if
+from .diagnostics.statistics.watch import (
+    load_numerics as load_numerics,
+    watch as watch,
+    what_if as what_if,
+)
 from .diagnostics.trace import trace as trace
 from .errors import (
     CheckpointError as CheckpointError,

@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ Where = Path | str
 """A folder of this machine, or a URL that fsspec knows, such as ``s3://bucket/run``."""
 
 MANIFEST = "manifest.json"
+THREADS = 4
+"""How many read or write a checkpoint's files; each holds one in memory, of 16 MB."""
 _WAITS = (0.5, 1.0, 2.0)  # seconds before each further try
 # What waiting does not change; all else, such as a full disk, may pass.
 _LASTING = {
@@ -163,8 +166,10 @@ def read_whole(where: Where) -> bytes:
     return content
 
 
-def write_hashed(where: Where, content: bytes) -> str:
-    """Write a file, which lasts when this returns, in a folder that need not exist.
+def write_hashed(where: Where, *content: Any, lasting: bool = True) -> str:
+    """Write a file of one or more parts, which lasts then, in a folder that need not exist.
+
+    Not ``lasting``, it lasts on a disk when :func:`make_lasting` has returned.
 
     Returns:
         Its SHA-256 as hex digits.
@@ -173,12 +178,29 @@ def write_hashed(where: Where, content: bytes) -> str:
     def written(files: Any, path: str) -> None:
         files.makedirs(path.rpartition("/")[0], exist_ok=True)
         with files.open(path, "wb") as file:
-            file.write(content)
-        if isinstance(files, LocalFileSystem):
+            for part in content:
+                file.write(part)
+        if lasting and isinstance(files, LocalFileSystem):
             sync(Path(path))
 
     _tried(where, written)
-    return hashlib.sha256(content).hexdigest()
+    sha = hashlib.sha256()
+    for part in content:
+        sha.update(part)
+    return sha.hexdigest()
+
+
+def make_lasting(where: Where, sha: str) -> None:
+    """Return when a file is on the disk, or raise StorageError; ``sha`` is its SHA-256."""
+    files, path = url_to_fs(str(where))
+    if not isinstance(files, LocalFileSystem):
+        return
+    try:
+        sync(Path(path))
+    except OSError as error:
+        # Linux takes what it failed to write for written, so that another sync would say nothing.
+        if write_hashed(where, read_whole(where)) != sha:
+            raise StorageError(f"{where}: {error}, and what was written is lost") from error
 
 
 def move(folder: Where, to: Where) -> None:
@@ -199,6 +221,31 @@ def move(folder: Where, to: Where) -> None:
 def remove(where: Where) -> None:
     """Remove a file, or a folder and all in it."""
     _tried(where, lambda files, path: files.rm(path, recursive=True))
+
+
+def each_of(work: Callable[[T], object], items: Iterable[T]) -> None:
+    """Do work on each item, in a few threads: reading, writing and hashing use a core each."""
+    begin_each(work, items)[1]()
+
+
+def begin_each(
+    work: Callable[[T], object], items: Iterable[T]
+) -> tuple[list[Future[object]], Callable[[], None]]:
+    """Begin it in other threads; return what each will be, and a function that waits for all.
+
+    There the caller's thread takes part, from the other end, so that it is seen to be at work.
+    """
+    pool = ThreadPoolExecutor(THREADS - 1)
+    others = [(item, pool.submit(work, item)) for item in items]
+
+    def finish() -> None:
+        try:
+            for item, other in reversed(others):
+                work(item) if other.cancel() else other.result()
+        finally:  # after an error, what has not begun is not needed
+            pool.shutdown(cancel_futures=True)
+
+    return [other for _, other in others], finish
 
 
 def _tried(where: Where, call: Callable[[Any, str], T]) -> T:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from unicodedata import east_asian_width
+
+LAUNCHER = "HALFSTEP_LAUNCHER"
+"""The environment's name for the options by which ``halfstep`` has started these ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +71,37 @@ def _width(cell: str) -> int:
     return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in cell)
 
 
-def typed_trainer(resume: bool, changes: Mapping[str, object]) -> str:
-    """Write the call of :class:`halfstep.Trainer` that goes on, or trains anew, with changes."""
-    words = [f"{k}={v if k == 'learning_rate' else repr(v)}, " for k, v in changes.items()]
-    return f"Trainer({''.join(words)}...).train({'resume=True' * resume})"
+def typed(
+    command: str, run: Mapping[str, Any], changes: Mapping[str, object], *, resume: bool
+) -> str:
+    """Write what goes on with a run, or trains it anew in folders of its own, with changes.
+
+    ``run`` is that section of its configuration; ``command`` is empty if a program trains it.
+    """
+    folder = run["output_dir"]
+    if not command:
+        given = {**changes, "output_dir": folder} if resume else changes
+        words = [f"{k}={v if k == 'learning_rate' else repr(v)}, " for k, v in given.items()]
+        return f"Trainer({''.join(words)}...).train({'resume=True' * resume})"
+    start, given = "--resume", {"output_dir": shlex.quote(folder), **changes}
+    if not resume:
+        start = f"--config {shlex.quote(f'{folder}/config.toml')}"
+        held = [k for k in ("output_dir", "checkpoint_dir", "second_dir") if run.get(k)]
+        given = {k: shlex.quote(f"{run[k]}-2") for k in held} | {**changes}
+    options = "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
+    return f"halfstep {command} {start}{options}{_launched(str(run.get('parallel', '')))}"
+
+
+def _launched(parallel: str) -> str:
+    """The options that start as many ranks again; outside of ranks, as many as a layout needs."""
+    given = os.environ
+    text = " --nproc {LOCAL_WORLD_SIZE} -- --max-restarts {TORCHELASTIC_MAX_RESTARTS}"
+    if "LOCAL_WORLD_SIZE" not in given:  # which torchrun sets
+        ranks = math.prod(map(int, re.findall(r"=(\d+)", parallel)))
+        return f" --nproc {ranks}" * (ranks > 1)
+    if known := given.get(LAUNCHER):
+        return f" {known}"
+    if given["LOCAL_WORLD_SIZE"] != given["WORLD_SIZE"]:
+        text += " --nnodes {GROUP_WORLD_SIZE} --node-rank {GROUP_RANK}"
+        text += " --master-addr {MASTER_ADDR} --master-port {MASTER_PORT}"
+    return text.format_map(given)

@@ -43,11 +43,6 @@ ALLOWED = {
 # A missing optional dependency is the one import that may stand inside a function.
 OPTIONAL = {
     ("trainer/data/records.py", "datasets"),
-    ("integrations/hf_trainer.py", "transformers"),
-    ("integrations/lightning.py", "lightning.pytorch"),
-    ("integrations/lightning.py", "lightning.pytorch.plugins"),
-    ("integrations/lightning.py", "lightning.pytorch.trainer.states"),
-    ("integrations/lightning.py", "lightning.pytorch.utilities"),
     ("report/page.py", "matplotlib.figure"),
     ("report/page.py", "matplotlib"),
     # which need triton at their top

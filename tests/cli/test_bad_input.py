@@ -40,7 +40,7 @@ def refused(capsys, tmp_path, monkeypatch):
         (["train", "--max-steps", "soon"], "gpt-small-cpu: key run.max_steps: 'soon'|an integer"),
         (["train", "--precision", "bf61"], "did you mean 'bf16'"),
         (["train", "--precision", "tf32", "--device", "cpu"], "nearest"),
-        (["train", "--device", "tpu"], "auto, cpu, mps, cuda"),
+        (["train", "--device", "tpu"], "auto, cpu, cuda"),
         (["train", "--config", "gpt-tinny"], "did you mean 'gpt-tiny'"),
         (["train", "--block-size", "5000"], "model.block_size"),
         (["train", "--data", "/no/such/file.txt"], "/no/such/file.txt"),

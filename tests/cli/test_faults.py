@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import time
@@ -52,7 +54,7 @@ def references(corpus, tmp_path_factory):
 def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(corpus, tmp_path, references, receivers):
     path = tmp_path / "r"
     words = tiny(corpus, path, steps=LONG, save=0)
-    run = Run(["--nproc", 2, *words, "--quiet"])
+    run = Run(["--nproc", 2, *words])
     run.await_step(path, 30)
     found = run.ranks()
     everyone = {
@@ -71,7 +73,7 @@ def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(corpus, tmp_path, referen
     step = steps_of(path)
     assert 30 <= step < LONG
     assert [p.name for p in (path / "checkpoints").iterdir()] == [f"step-{step:08d}"]
-    code, _, err = ranks(["--nproc", 2, "--resume", "--output-dir", path, "--quiet"])
+    code, _, err = ranks(shlex.split(re.search("try: halfstep train (.*--nproc 2)$", out)[1]))
     assert code == 0, err
     one = references("--grad-accum", "2", steps=LONG, save=0)
     assert numbers(path) == numbers(one)
@@ -102,7 +104,7 @@ def test_a_restart_does_not_go_on_with_what_another_run_left(corpus, tmp_path, r
     code, out, err = run.end()
     assert code in (1, 2)
     assert out == ""
-    assert f"run.output_dir={path} holds a run already" in err
+    assert err.count(f"run.output_dir={path} holds a run already") == 1  # one rank says it
     assert steps_of(path) == 12
 
 

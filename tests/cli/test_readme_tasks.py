@@ -20,7 +20,6 @@ import torch
 from tests.trainer.lm_folders import alpaca, save_base, write
 
 ROOT = Path(__file__).parents[2]
-PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md")}
 MARKED = re.compile(r"<!-- task: ([^>]*?) -->\n```sh\n(.*?)```", re.DOTALL)
 MANY = re.compile(r"<!-- tasks -->\n```sh\n(.*?)```", re.DOTALL)
 
@@ -81,21 +80,11 @@ def lines_of(block: str) -> list[str]:
     return [line for line in block.splitlines() if line.strip() and not line.startswith("#")]
 
 
-TASKS = tasks_of(PAGES["README.md"])
+TASKS = tasks_of((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
 def test_every_task_is_on_the_page():
     assert set(TASKS) == set(OUTCOMES)
-
-
-def test_the_chinese_page_has_the_same_commands():
-    def bare(page):
-        return {
-            name: task._replace(lines=[line.partition("  #")[0].strip() for line in task.lines])
-            for name, task in tasks_of(page).items()
-        }
-
-    assert bare(PAGES["README.zh.md"]) == bare(PAGES["README.md"])
 
 
 @pytest.fixture(scope="module")

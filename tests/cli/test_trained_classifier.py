@@ -83,7 +83,7 @@ def test_order_is_kept_and_texts_are_read_as_they_are_needed(runs):
     predictor = opened(runs["bert"])
     table = predictor.probabilities(TEXTS, 3)
     many = TEXTS * 5  # more than are sorted together
-    found = list(predictor.classify(iter(many), 3))
+    found = list(predictor.predict(iter(many), 3))
     assert [text for text, _, _ in found] == many
     for i, (_, label, probability) in enumerate(found):
         row = table[i % 50]
@@ -91,7 +91,7 @@ def test_order_is_kept_and_texts_are_read_as_they_are_needed(runs):
         # other neighbours, other padding
         assert probability == pytest.approx(row.max(), rel=1e-5)
     assert len({round(probability, 4) for _, _, probability in found}) > 9  # so order shows
-    assert list(predictor.classify([], 3)) == []
+    assert list(predictor.predict([], 3)) == []
     read = []
 
     def endless():
@@ -99,14 +99,14 @@ def test_order_is_kept_and_texts_are_read_as_they_are_needed(runs):
             read.append(1)
             yield "glad sun"
 
-    assert next(predictor.classify(endless(), 2))[0] == "glad sun"
+    assert next(predictor.predict(endless(), 2))[0] == "glad sun"
     assert len(read) <= 64
 
 
 def test_a_file_and_a_stream_give_every_text_unchanged(runs, tmp_path, predict):
     file, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
     file.write_text("".join(f"{line}\n" for line in UNICODE), "utf-8")
-    expected = list(opened(runs["scratch"]).classify(UNICODE, 64))
+    expected = list(opened(runs["scratch"]).predict(UNICODE, 64))
     done = predict("--run", runs["scratch"], "--input", file, "--output", out)
     assert done == (0, f"Labels of 4 texts written: {out}\n", "")
     written = out.read_text("utf-8")

@@ -1,12 +1,10 @@
 """``halfstep.MemoryMeter`` against tensors counted here."""
 
-import pytest
 import torch
 from torch import nn
 
 import halfstep
 from halfstep.diagnostics.memory import PARTS
-from halfstep.errors import PrecisionError
 
 
 class Chain(nn.Module):
@@ -52,12 +50,3 @@ def test_every_byte_of_a_small_chain(monkeypatch):
         }, policy  # fmt: skip
         assert memory.total == sum(found.values())
         assert str(memory).endswith(policy)
-
-
-def test_what_cannot_be_measured_says_so():
-    with pytest.raises(PrecisionError, match="MemoryMeter\\(precision\\)"):
-        halfstep.MemoryMeter(nn.Linear(1, 1))
-    model = Chain()
-    precision = halfstep.Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(PrecisionError, match="no step has ended"):
-        _ = halfstep.MemoryMeter(precision).memory

@@ -16,9 +16,9 @@ from halfstep.distributed.strategy import choose_strategy, plan_of
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.trainer.compiling import compiled_
 from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.models.gpt import GPT, GPTConfig
+from halfstep.trainer.session import compiled_
 from halfstep.trainer.step import make_optimizer
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 51}

@@ -175,6 +175,7 @@ def message(rank, case):
         "no module": lambda: with_plan(layers__1__atn_norm="replicate"),
         "norm": lambda: with_plan(final_norm="rowwise"),
         "tied": lambda: (Tied(), {"head": "rowwise"}),
+        "half": lambda: (nn.Sequential(nn.Linear(8, 8)), {"0": "colwise"}),
     }[case]()
     before = {name: (id(p), p._version) for name, p in model.named_parameters()}
     try:
@@ -196,6 +197,7 @@ REFUSALS = {
     "no module": r"'layers\.1\.atn_norm'",
     "norm": "final_norm is a LayerNorm; its style splits nn.Linear only: give it the style replic",
     "tied": r"embed\.weight and head\.weight are one parameter, which cannot be split and stay one",
+    "half": "the plan has colwise layers only, such as 0; what a colwise layer splits, a rowwise",
 }
 
 

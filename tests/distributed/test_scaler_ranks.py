@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from distributed import grid
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler import GradScaler
-from halfstep.integrations.loop_scaler import LoopScaler
+from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
 from halfstep.precision.masters.local_part import is_sharded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
@@ -118,6 +118,29 @@ def test_the_floor_stops_every_rank(pool2):
     first, second = pool2.run(losses_and_floor)
     assert first == ([("loss_scale_floor", True)], 1.0, [1.0, 1.0])
     assert second == ([("loss_scale_floor", False)], 1.0, [1.0, 1.0])
+
+
+def guarded(rank, value):
+    """In step 1 the loss of rank 0 is broken."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer, told = torch.optim.SGD([weight], lr=1.0), []
+    guard = FiniteGuard("cpu")
+    guard.bind(lambda: [optimizer], lambda: [("weight", weight)])
+    for step in range(3):
+        guard.scale(weight.sum() * (value if (step, rank) == (1, 0) else 1.0)).backward()
+        try:
+            guard.step(optimizer)
+            guard.update()
+        except NonFiniteError as error:
+            return told, error.cause, str(error).startswith("rank 0's loss is"), weight.tolist()
+        optimizer.zero_grad()
+        told.append(guard.last_step.applied)
+    return told
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_broken_loss_of_one_rank_stops_all_without_a_scale(pool2, value):
+    assert pool2.run(guarded, value=value) == [([True], "forward", True, [0.0, 0.0])] * 2
 
 
 BOTH = pytest.mark.parametrize("scaler_class", [GradScaler, LoopScaler])

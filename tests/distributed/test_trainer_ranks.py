@@ -1,5 +1,7 @@
 """halfstep.Trainer over several ranks: a user's own module by the same program."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.nn import functional
 
 import halfstep
 from halfstep.distributed import ParallelPlan
+from halfstep.trainer import checkpoint, loop
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 
 pytestmark = pytest.mark.distributed
@@ -32,11 +35,14 @@ def items():
     return [(row, row[:3].argmax()) for row in x]
 
 
-def train(rank, path, seed=0, plan=False, resume=False, stop=0, **settings):
+def train(rank, path, seed=0, plan=False, resume=False, stop=0, disk=None, **settings):
     torch.manual_seed(seed + rank)  # each rank makes another model; rank 0's counts
     model = Net()
 
     def watch(tick):
+        if disk and tick.record.step == 2:
+            assert not list_checkpoints(path / "checkpoints")
+            disk.set()
         if tick.record.step == stop - 1 and rank == 1:  # one rank's word is enough
             trainer.stop()
 
@@ -49,6 +55,20 @@ def train(rank, path, seed=0, plan=False, resume=False, stop=0, **settings):
     )  # fmt: skip
     trained = trainer.train(resume=resume)
     return trained.step, trained.best.loss
+
+
+def train_ahead(rank, path, **settings):
+    """Where the first save waits for rank 1's disk until its step is over."""
+    disk, real = threading.Event(), checkpoint.make_lasting
+
+    def lasting(where, sha):
+        assert rank == 0 or disk.wait(60)
+        real(where, sha)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "make_lasting", lasting)
+        patch.setattr(loop, "STILL_SECONDS", 0.0)
+        return train(rank, path, disk=disk, **settings)
 
 
 def newest(path):
@@ -79,7 +99,8 @@ def newest(path):
 def test_a_resume_on_two_ranks_is_bit_for_bit(pool2, tmp_path, settings, kept):
     settings = {**settings, "plan": True}
     pool2.run(train, path=tmp_path / "whole", **settings)
-    ends = pool2.run(train, path=tmp_path / "cut", stop=4, **settings)
+    ends = pool2.run(train_ahead, path=tmp_path / "cut", stop=4, **settings)
+    assert len(list_checkpoints(tmp_path / "cut" / "checkpoints")) == 3
     assert [step for step, _ in ends] == [4, 4]
     pool2.run(train, path=tmp_path / "cut", resume=True, seed=5, **settings)
     a, b = newest(tmp_path / "whole"), newest(tmp_path / "cut")

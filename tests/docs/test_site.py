@@ -71,11 +71,12 @@ def form(text):
 
 
 def test_both_languages_have_the_same_form():
-    def check(name):
-        english, chinese = (form(PAGES[n].read_text(encoding="utf-8")) for n in (name, twin(name)))
+    def check(path):
+        both = path, path.with_name(twin(path.name))
+        english, chinese = (form(one.read_text(encoding="utf-8")) for one in both)
         assert chinese == english
 
-    every(ENGLISH, check)
+    every([ROOT / "README.md", *map(PAGES.get, ENGLISH)], check)
 
 
 def test_the_tables_of_engines_are_what_their_tests_saw():

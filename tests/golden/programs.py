@@ -72,7 +72,6 @@ def kind() -> str:
 NOT_RECORDED = (
     (re.compile(r"^.* tok/s .*\n?", re.M), ""),  # a progress line: how many depends on the clock
     (re.compile(r"peak memory [\d.]+ [kMG]B"), "peak memory N"),
-    (re.compile(r"; each rank sent [^\n]*"), ""),
     (re.compile(r"\S*/(\w+\.py):\d+"), r"\1"),
     (re.compile(r"^'?[^\n]*train_runtime[^\n]*\n", re.M), ""),
     (re.compile(r" +[\d,]+ +[\d,]+ MB$", re.M), " N"),  # speed and peak in a table of a report
@@ -298,9 +297,9 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
-def batches(count: int, rank: int = 0) -> list[Tensor]:
+def batches(count: int) -> list[Tensor]:
     """Draw tokens that a net can learn: each is the one before, times five, more or less."""
-    generator = torch.Generator().manual_seed(1 + rank)
+    generator = torch.Generator().manual_seed(1)
     firsts = torch.randint(64, (count, 16, 1), generator=generator)
     noise = torch.randint(3, (count, 16, 8), generator=generator)
     return [*((firsts * 5 ** torch.arange(8) + noise) % 64)]
@@ -315,20 +314,18 @@ def own_loop(
     policy: str,
     make: Callable[[nn.Module], Any] | None = None,
     spoil: dict[int, float] | None = None,
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
-    rank: int = 0,
     **options: Any,
 ) -> Seen:
     """Train the net for eight steps of two micro-batches; ``spoil`` multiplies losses of steps."""
     torch.manual_seed(0)
-    model = wrap(Net())
+    model = Net()
     make = make or (lambda model: halfstep.optim.AdamW(model.parameters(), lr=1e-2))
     optimizer, steps = make(model), []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             precision = halfstep.Precision(policy, model, optimizer, **options)
-            drawn = iter(batches(16, rank))
+            drawn = iter(batches(16))
             for step in range(8):
                 for _ in range(2):
                     with precision.autocast():
@@ -490,46 +487,6 @@ def engines() -> Seen:
     )
 
 
-# --- two ranks ---
-
-
-def ddp_rank(rank: int, folder: str) -> None:
-    """Train under torch's own DistributedDataParallel; rank 0 writes what it saw."""
-    torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting"
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    wrap = torch.nn.parallel.DistributedDataParallel
-    seen = {
-        policy: own_loop(policy, torch_adamw, wrap=wrap, rank=rank)
-        for policy in ("bf16-mixed", OVERFLOWING)
-    }
-    if rank == 0:
-        Path(folder, "seen.json").write_text(json.dumps(seen), encoding="utf-8")
-    torch.distributed.destroy_process_group()
-
-
-def ranks() -> Seen:
-    """Run two ranks under DDP, and the trainer in three layouts."""
-    write_data()
-    torch.multiprocessing.spawn(ddp_rank, (str(Path.cwd()),), nprocs=2)
-    found = {"DDP": json.loads(Path("seen.json").read_text(encoding="utf-8"))}
-    for layout, policy in (
-        ("data=2", "bf16-mixed"),
-        ("shard=2", "bf16-split"),
-        ("tensor=2", "bf16-master"),
-    ):
-        run = layout.replace("=", "")
-        text = f"{SHORT['GPT']} --precision {policy} --parallel {layout} --output-dir {run}"
-        program = [sys.executable, "-m", "halfstep", *text.split(), "--nproc", "2"]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
-        seen = {"exit": done.returncode, "stdout": lines(done.stdout), "stderr": lines(done.stderr)}
-        seen["run"] = run_seen(Path(run))["run"]
-        # Its shards may be cut otherwise; what they add up to may not change.
-        seen["export"] = command(f"export --run {run} --to hf --output {run}-hf")
-        found[layout] = seen
-    return found
-
-
 # --- all of them ---
 
 QUICK = {
@@ -539,7 +496,7 @@ QUICK = {
     "scalers": scalers,
     "examples": examples,
 }
-SLOW = {"engines": engines, "ranks": ranks}
+SLOW = {"engines": engines}
 
 
 def run_all(names: Iterable[str]) -> Seen:

@@ -81,3 +81,16 @@ def test_a_state_that_cannot_be_continued_is_refused_whole(scale):
     with pytest.raises(PrecisionError, match=r"saved scale is .*; allowed"):
         scaler.load_state_dict(before | {"growth_factor": 4.0, "scale": scale})
     assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_strict_refuses_pure_bf16_before_anything_is_changed(kind, call):
+    model, optimizer, scaler = made(kind, strict=True)
+    scaler.scale(model.bfloat16()()).backward()
+    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
+    with pytest.raises(PrecisionError, match=r"2 of 2 .* in bf16.*first, second.*\(8 bytes"):
+        getattr(scaler, call)(optimizer)
+    for p, (weight, gradient) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, weight)
+        assert torch.equal(p.grad, gradient)

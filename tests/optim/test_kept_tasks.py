@@ -3,11 +3,13 @@
 import copy
 import gc
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
+from halfstep import Precision
 from halfstep.optim import AdamW
 
 
@@ -43,7 +45,8 @@ def turned(parameters, optimizer):
 
 
 def new_moments(parameters, optimizer):
-    optimizer.state[parameters[1]]["exp_avg"] = torch.ones_like(parameters[1])
+    state = optimizer.state[parameters[1]]
+    state["exp_avg"] = torch.ones_like(state["exp_avg"])
 
 
 def another_step_number(parameters, optimizer):
@@ -96,6 +99,21 @@ def test_a_change_between_steps_is_noticed(change):
         found.append([*(p.detach() for p in parameters), *states])
     assert len(found[0]) == len(found[1])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("change", [no_state, new_moments, loaded, a_parameter_less])
+def test_both_forms_of_what_an_optimizer_holds_are_kept_until_it_changes(change):
+    model = nn.ParameterList(nn.Parameter(torch.ones(9)) for _ in range(3))
+    optimizer, forms = torch.optim.AdamW(model.parameters()), []
+    precision = Precision("bf16-master", model, optimizer)
+    for number in range(6):
+        if number == 3:
+            change([*model], optimizer)
+        with precision.autocast():
+            loss = sum(p.float().square().sum() for p in model)
+        precision.step(loss)
+        forms.append(precision.masters.exchange._forms[optimizer])
+    assert [a is b for a, b in pairwise(forms)][1:] == [True, False, True, True]
 
 
 def test_tasks_are_kept_but_gradients_are_not():

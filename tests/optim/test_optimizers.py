@@ -142,7 +142,7 @@ def test_split_weights_train_as_fp32_weights_do_to_the_last_bit():
         ("lion", {"lr": float("nan")}, "learning rate: nan"),
     ],
 )
-def test_a_number_out_of_range_is_refused_by_torch(name, options, said):
+def test_a_number_out_of_range_is_refused(name, options, said):
     with pytest.raises(ValueError, match=said):
         OPTIMIZERS[name]([parameter(3)], **options)
 

@@ -12,7 +12,7 @@ from halfstep.precision.policy.devices import DEVICES, choose
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_later, parse_policy
 
-CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 # Name that torch gives to the device, its compute capability (NVIDIA, "CUDA GPUs"), the policy.
 GPUS = [
@@ -114,13 +114,3 @@ def test_precision_takes_the_policy_of_the_models_device(monkeypatch, flags, pol
     assert str(precision.policy) == policy
     assert precision.state_dict()["policy"] == policy
     assert halfstep.explain("auto").splitlines()[0].split() == ["policy", policy]
-
-
-def test_on_a_macs_gpu_fp32_alone_is_native_and_what_auto_takes(monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in POLICIES:
-        found, only = halfstep.support(name, MPS), name == "fp32"
-        assert (found.status, found.nearest) == (("native", "") if only else ("refused", "fp32"))
-    assert str(parse_policy("auto", MPS)) == "fp32"
-    assert halfstep.support("auto", MPS).status == "native"

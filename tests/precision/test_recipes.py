@@ -96,9 +96,7 @@ def test_what_multiplies_without_linear_layers_is_said_to_stay_in_bf16():
     def said(policy, *modules):
         model = nn.Sequential(*modules)
         precision = halfstep.Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        left = precision.support.reason.partition("stay in bf16: ")[2]
-        assert (f"stay in bf16: {left}" in halfstep.explain(policy, "cpu", model)) == bool(left)
-        return left
+        return precision.support.reason.partition("stay in bf16: ")[2]
 
     policy, layer = "mxfp8,simulate=yes", nn.Linear(64, 64)
     assert said(policy, layer, Experts(), Experts()) == "1"
@@ -149,9 +147,6 @@ def test_a_layer_too_narrow_to_gain_stays_in_bf16_where_it_would_be_native(monke
     assert "2 of 3 layers" in precision.support.reason
     asked, precision = made("bf16-mixed,rules=0:fp8|1:fp8")
     assert low(asked) == [True, True, False]
-    table = halfstep.explain("fp8", "cpu", model)
-    rows = [next(line for line in table.splitlines() if f"of {size}" in line) for size in sizes]
-    assert ["stay in bf16" in row for row in rows] == [True, False, False]
     one = nn.Linear(64, 64)
     precision = halfstep.Precision("fp8", one, torch.optim.SGD(one.parameters(), lr=0.1))
     with halfstep.trace(one, precision) as ran, precision.autocast():

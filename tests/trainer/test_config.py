@@ -85,7 +85,6 @@ def test_strings_of_the_command_line_become_the_fields_types():
             ("run.block_size", "4096", ["run.block_size=4096", "model.block_size=128"]),
         )),
         ("classify-scratch", "run.epochs", 0, ["run.epochs=0.0; allowed: > 0"]),
-        ("classify-scratch", "run.best_by", "f1", ["run.best_by: 'f1'; allowed: '', accuracy"]),
         ("classify-scratch", "model.class_weights", "x", ["unknown key model.class_weights"]),
         ("lm-lora", "model.lora_r", -1, ["model.lora_r=-1; allowed: integers >= 0"]),
     ],

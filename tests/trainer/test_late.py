@@ -24,7 +24,7 @@ from halfstep.trainer.loop import train
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import Ahead, Judge, MicroBatches, mean_loss
 from halfstep.trainer.tasks.classify import classifier_scores
-from halfstep.trainer.tasks.module import ModuleTask, Parts
+from halfstep.trainer.trainer import ModuleTask, Trainer
 from trainer.runs import assert_same_tensors, metrics, newest, overflowing, small_config, start
 
 
@@ -214,15 +214,15 @@ def evaluations(count):
     rows = [(torch.randn(5, 4), None, torch.randint(3, (5,))) for _ in range(count)]
     rows[-1][2][2:] = -100
     scores = SimpleNamespace(logits=lambda batch: model(batch[0]))
-    parts = Parts(
-        model=model,
-        train_data=[1],
-        loss=lambda m, b: m(b).mean(),
+    given = Trainer(
+        model,
+        [1],
+        lambda m, b: m(b).mean(),
         val_data=[torch.ones(4)] * count,
         evaluate=lambda m, b: {"loss": m(b).square().mean(), "share": 0.25},
     )
     config = config_from_table({"task": "module", "run": {"batch_size": 1, "max_steps": 1}})
-    task = ModuleTask(parts, config, Layout(), World())
+    task = ModuleTask(given, config, World(), Layout())
     return {
         "text": lambda: mean_loss(text_batches(count), judge),
         "classifier": lambda: classifier_scores(scores, rows, ["a", "b", "c"], judge),

@@ -23,7 +23,7 @@ from torch.nn import functional
 from halfstep.errors import CheckpointError, ConfigError, PrecisionError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.tasks import LMConfig
+from halfstep.trainer.config.tasks import Generating, LMConfig
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.causal_lm import PretrainedLM, add_lora, open_causal_lm
 from halfstep.trainer.models.pretrained import quiet
@@ -285,7 +285,8 @@ def test_answers_come_through_the_template(bases, data, tmp_path):
     assert ended
     assert len(ids) > len(prompt)
     with silence():
-        found = tuned.answer(question, max_new_tokens=30, temperature=0)
+        asked = Generating(run="r", prompt=question, max_new_tokens=30, temperature=0, device="cpu")
+        found = tuned.generate(asked)
     assert found == tokenizer.decode(ids[len(prompt) :]).strip()
 
 
@@ -325,7 +326,6 @@ def test_what_cannot_be_tuned_is_refused_before_a_folder_exists(bases, data, tmp
     no_end = save_base(tmp_path / "base", eos=False)
     small = save_base(tmp_path / "small", vocab=100)
     for base, changes, words in (
-        (bases(), {"run__best_by": "accuracy"}, "best_by=accuracy is for classifiers"),
         (bases(), {"run__batch_size": 999, "run__grad_accum": 333}, "too small for"),
         ("./nowhere", {}, "nowhere"),
         (no_end, {}, "has no end-of-text token"),

@@ -3,15 +3,18 @@
 import errno
 import os
 import resource
+import shutil
+import threading
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from tests.trainer.runs import metrics, newest
-from tests.trainer.test_trainer import assert_same_state, trainer
+from tests.trainer.test_trainer import assert_same_state, net, plain, trainer
 
 from halfstep import files
-from halfstep.diagnostics.metrics import append_line
+from halfstep.diagnostics.metrics import append_line, write_waiting
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, PartedError, StorageError
+from halfstep.trainer import checkpoint, loop
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 
 
@@ -101,18 +104,21 @@ def test_training_goes_on_without_saving_until_the_deadline(tmp_path, failing, w
 
     def watch(tick):
         said.extend(tick.verdicts)
-        failing(first, errno.ENOSPC if 2 <= tick.record.step < 8 else 0)
+        for folder in (first, tmp_path / "second"):
+            failing(folder, errno.ENOSPC if 2 <= tick.record.step < 8 else 0)
 
-    made = trainer(tmp_path / "r", callbacks=[watch], save_every=2, save_deadline=deadline)
+    more = {} if deadline else {"second_dir": str(tmp_path / "second")}
+    made = trainer(tmp_path / "r", callbacks=[watch], save_every=2, save_deadline=deadline, **more)
     if not deadline:
-        with pytest.raises(StorageError, match=r"No space.*step-00000002, is intact") as error:
+        both = r"No space.*step-00000002, is intact; .*second.*no earlier one\. Free space$"
+        with pytest.raises(StorageError, match=both) as error:
             made.train()
         assert error.value.exit_code == 75
         failing(first, 0)
         trainer(tmp_path / "r", save_every=2).train(resume="last-good")
     else:
         made.train()
-        assert sum(text.startswith("NOT SAVED: ") and "code 75" in text for text in said) == 3
+        assert sum("by --second-dir. Training goes on" in text for text in said) == 3
     assert_same_state(tmp_path / "r", whole)
     assert {p.name for p in first.iterdir()} <= {p.name for p in (whole / "checkpoints").iterdir()}
 
@@ -137,21 +143,155 @@ def test_checkpoints_by_url_and_last_good_over_both_folders(tmp_path, whole):
     for name, weight in newest(whole).weights.items():
         assert bool((ended.weights[name] == weight).all()), name
     assert "damaged-step-00000008" in files.names_in(given["checkpoint_dir"])
-    given["checkpoint_dir"] = "nowhere://c"
-    with pytest.raises(Exception, match="nowhere"):
-        trainer(tmp_path / "n", **given).train()
 
 
-def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):
+@pytest.fixture
+def disk(monkeypatch):
+    """What step 4's files wait for until it is set: a disk that is slow, while training goes on."""
+    ready, real = threading.Event(), checkpoint.make_lasting
+
+    def lasting(where, sha):
+        assert "step-00000004" not in str(where) or ready.wait(60)
+        real(where, sha)
+
+    monkeypatch.setattr(checkpoint, "make_lasting", lasting)
+    monkeypatch.setattr(loop, "STILL_SECONDS", 0.0)
+    return ready
+
+
+def written(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("shard-*")}
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"), [(net, "bf16-mixed"), (plain, "bf16-split,moments=8bit")]
+)
+def test_a_save_in_the_background_is_of_its_step_and_a_kill_leaves_the_one_before(
+    tmp_path, disk, model, precision
+):
+    given = {"save_every": 2, "precision": precision, "ema_decay": 0.9}
+    disk.set()
+    whole = trainer(tmp_path / "whole", model(), **given).train().folder / "checkpoints"
+    disk.clear()
+    folder, told = tmp_path / "r" / "checkpoints", []
+
+    def watch(tick):
+        told.append(tick.checkpoint and tick.checkpoint.name)
+        if tick.record.step in (4, 5):
+            assert [p.name for p in list_checkpoints(folder)] == ["step-00000002"]
+            shutil.copytree(tmp_path / "r", tmp_path / f"killed-{tick.record.step}")
+        if tick.record.step == 5:
+            disk.set()
+
+    trainer(tmp_path / "r", model(), **given, callbacks=[watch]).train()
+    assert [p.name for p in list_checkpoints(folder)] == sorted(p.name for p in whole.iterdir())
+    assert "step-00000004" not in told[:5]
+    assert told[11] == "step-00000012"
+    for path in whole.iterdir():
+        assert written(path) == written(folder / path.name)
+    for step in (4, 5):
+        path = tmp_path / f"killed-{step}"
+        trainer(path, model(), **given).train(resume=True)
+        assert written(path / "checkpoints" / "step-00000012") == written(whole / "step-00000012")
+        assert metrics(path) == metrics(whole.parent)
+
+
+@pytest.mark.parametrize(("times", "lost"), [(1, False), (99, False), (1, True)])
+def test_a_disk_that_fails_in_the_background_gets_a_save_of_a_later_step(
+    tmp_path, monkeypatch, disk, whole, times, lost
+):
+    left, said, real = {"step-00000004/shard": times}, [], os.fsync
+    monkeypatch.setattr(files, "_WAITS", (0.0, 0.0))
+
+    def fsync(descriptor):
+        for part, n in left.items():
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            if n and part in path:
+                left[part] -= 1
+                if lost:  # as some file systems drop what they could not write
+                    os.truncate(path, 0)
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    def watch(tick):
+        said.extend(tick.verdicts)
+        if tick.record.step == 4:
+            disk.set()
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = tmp_path / "r"
+    trainer(path, callbacks=[watch], save_every=2).train()
+    kept = [int(str(p)[-2:]) for p in list_checkpoints(path / "checkpoints")]
+    fails = lost or times > 1
+    assert (4 in kept) != fails
+    assert {2, 6, 8, 10, 12} <= set(kept)
+    assert [text[:11] for text in said if "SAVED" in text] == ["SAVED AGAIN"] * fails
+    assert_same_state(path, whole)
+
+
+def test_a_run_that_stops_names_the_checkpoint_that_was_in_the_background(tmp_path, disk):
+    def watch(tick):
+        if tick.record.step == 4:
+            disk.set()
+            model[0].weight.data.fill_(float("nan"))
+
+    model = plain()
+    with pytest.raises(NonFiniteError, match=r"step 5: .*last checkpoint is .*step-00000004"):
+        trainer(tmp_path / "r", model, callbacks=[watch], save_every=2).train()
+    assert list_checkpoints(tmp_path / "r" / "checkpoints")[-1].name == "step-00000004"
+
+
+@pytest.mark.parametrize("key", ["checkpoint_dir", "second_dir"])
+@pytest.mark.parametrize(
+    "folder", ["{}/file/c", "{}/gone/c", "nowhere://c", "file://", "memory:///"]
+)
+def test_a_folder_that_takes_no_checkpoint_is_refused_before_a_step(tmp_path, failing, key, folder):
+    (tmp_path / "file").write_text("")
+    failing(tmp_path / "gone", errno.EROFS)
+    given = {key: folder.format(tmp_path), "max_steps": 4}
+    for how in (False, True):
+        with pytest.raises(
+            (ConfigError, CheckpointError), match=f"{given[key]}.*(choose another|allowed: )"
+        ):
+            trainer(tmp_path / "r", **given).train(resume=how)
+        if not how:
+            trainer(tmp_path / "r", max_steps=2).train()
+    assert len(metrics(tmp_path / "r")) == 2
+    with pytest.raises(ConfigError, match="output_dir=s3://b/r; allowed: a folder"):
+        trainer("s3://b/r")
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_later_or_lost_with_a_word(tmp_path):
     path, (soft, hard) = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5, hard))  # the first bytes of a line still fit
     try:
         with pytest.warns(UserWarning, match="too large.*kept for later"):
             append_line(path, {"step": 1})
+        write_waiting(tmp_path / "of another run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     append_line(path, {"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    with pytest.warns(UserWarning, match="kept for later"):
+        append_line(tmp_path / "none" / "health.jsonl", {"step": 1})
+    with pytest.warns(UserWarning, match="its lines are lost"):
+        write_waiting(tmp_path / "none")
+
+
+def test_lines_that_wait_are_written_when_the_run_ends(tmp_path):
+    file, aside = tmp_path / "r" / "metrics.jsonl", tmp_path / "aside"
+
+    def watch(tick):
+        if tick.record.step == 11:
+            file.rename(aside)
+            file.mkdir()
+        if tick.record.step == 12:
+            file.rmdir()
+            aside.rename(file)
+
+    with pytest.warns(UserWarning, match="kept for later"):
+        trainer(tmp_path / "r", callbacks=[watch]).train()
+    assert len(metrics(tmp_path / "r")) == 12
 
 
 def test_ranks_that_have_parted_are_what_a_nan_tells(tmp_path, monkeypatch):

@@ -204,8 +204,6 @@ def test_a_callback_ends_the_run_with_a_checkpoint(tmp_path):
     assert (trained.step, trained.stopped_by) == (4, "stop")
     assert trained.evaluation is not None
     assert list_checkpoints(trained.folder / "checkpoints")[-1].name == "step-00000004"
-    with pytest.raises(ConfigError, match="while train"):
-        made.stop()
 
 
 def test_the_model_is_a_plain_one_afterwards(tmp_path):
@@ -268,6 +266,6 @@ def test_a_finished_run_is_neither_overwritten_nor_the_commands_to_go_on_with(tm
     with refused("seed=7 (the run has 1337)"):
         trainer(path, max_steps=2, seed=7).train(resume=True)
     assert main(["train", "--resume", "--output-dir", str(path)]) == 2
-    assert f"Trainer(..., output_dir='{path}').train(resume=True)" in capsys.readouterr().err
+    assert f"Trainer(output_dir='{path}', ...).train(resume=True)" in capsys.readouterr().err
     assert main(["generate", "--run", str(path), "--prompt", "x"]) == 2
     assert "a run of halfstep.Trainer, for which there is no generate" in capsys.readouterr().err

@@ -73,7 +73,7 @@ class Explain:
     policies: tuple[str, ...] = option(
         (), "Names, field strings or files; default: all.", positional=True
     )
-    device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class Doctor:
     Paste the output of --json into an issue.
     """
 
-    device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.")
     json: bool = option(False, "Print one JSON object on stdout.")
 
 
@@ -170,9 +170,8 @@ COMMANDS: Mapping[str, type[Any]] = {
 """Words of a command to its dataclass of arguments."""
 
 MODULES: Mapping[str, str] = {
-    **dict.fromkeys(("explain", "doctor", "report"), "small"),
+    **dict.fromkeys(("explain", "doctor", "report", "trace", "memory"), "small"),
     **dict.fromkeys(("predict", "generate", "evaluate", "export"), "trained"),
-    **dict.fromkeys(("trace", "memory"), "one_step"),
     "finetune": "train",
 }
 """First word of a command to the module of ``halfstep.cli`` that runs it, where that has another

@@ -1,12 +1,16 @@
 """Starts the ranks of ``halfstep train --nproc N`` by torch's own launcher.
 
 ``halfstep train --nproc N ... -- OPTIONS`` means ``torchrun --nproc-per-node N OPTIONS -m halfstep
-train ...``. Each rank prints its own message.
+train ...``. Where ranks fail alike,
+one of them says it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import shlex
 import sys
 from typing import Any
 
@@ -16,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from halfstep.cli.commands import Request
 from halfstep.cli.main import INTERRUPTED
+from halfstep.shown import LAUNCHER
 
 _PROGRAM = ("-m", "halfstep")  # what each rank runs
 _SAVING_SECONDS = 600
@@ -29,10 +34,15 @@ def run(request: Request) -> int:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))
     words = _without_nproc(request.words)
+    typed = ["--nproc", str(nproc), *["--"][: len(request.launcher)], *request.launcher]
+    os.environ[LAUNCHER] = shlex.join(typed)
     options = ["--nproc-per-node", str(nproc), *request.launcher]
     chosen: Any = torchrun.get_args_parser().parse_args([*options, *_PROGRAM, *words])
     if getattr(chosen, "shutdown_timeout", 0) is None:  # newer versions of torch have it
         chosen.shutdown_timeout = _SAVING_SECONDS  # torch would kill a save after 30 s
+    logging.getLogger(PContext.__module__).addFilter(  # not what a rank has said itself
+        lambda line: not re.search(r"closing signal|exitcode: \d", line.getMessage())
+    )
     PContext.close = _close  # type: ignore[assignment, method-assign]
     try:
         torchrun.run(chosen)  # type: ignore[no-untyped-call]

@@ -7,16 +7,18 @@ import importlib
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
 from halfstep import __version__
 from halfstep.cli.commands import MODULES, Request, read_words
-from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
+from halfstep.errors import HalfstepError, NonFiniteError, PeerError
 
 INTERRUPTED = 4
 """Exit code of a run that a signal ended after it had saved."""
 _LONGEST = 2000  # characters of an error message
+_APART = 0.2  # seconds between the ranks of a machine that have one error; torch looks every 0.1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +51,10 @@ def _run(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except (Exception, KeyboardInterrupt) as error:
+        if rank_of_many() is not None:  # torch ends the others once the first to speak has ended
+            last = 8 * isinstance(error, PeerError)
+            with suppress(KeyboardInterrupt):  # a launcher forwards what a rank has had
+                time.sleep(_APART * (last + int(os.environ.get("LOCAL_RANK", "0"))))
         code = _complain(*describe(error))
         if os.environ.get("HALFSTEP_DEBUG") == "1":
             raise
@@ -67,10 +73,6 @@ def describe(error: BaseException) -> tuple[str, int]:
             return told, 1 if error.errno == errno.ENOSPC else 2
         case ModuleNotFoundError():
             return f"{error}; all that commands need: pip install 'halfstep[train,hf]'", 2
-    if rank_of_many() is not None and lost_contact(error):
-        reason = str(error).partition("\n")[0].partition(". This is typically")[0]
-        reason = re.sub(r"^\[[^]]*\] ", "", reason)
-        return f"lost contact with another rank ({reason}); its own message tells why", 1
     return f"unexpected {type(error).__name__}: {error}; HALFSTEP_DEBUG=1 shows where", 1
 
 

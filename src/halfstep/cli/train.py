@@ -20,14 +20,13 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory
-from halfstep.trainer.loop import Tick
+from halfstep.trainer.loop import Tick, way_on
 from halfstep.trainer.run import (
     begin,
     default_run_folder,
     execute,
     resumed,
     run_config,
-    way_on,
     with_run_folder,
 )
 from halfstep.trainer.session import Session, open_session
@@ -59,8 +58,6 @@ def run(request: Request) -> int:
                 lambda tick: display.stepped(tick, session.config.run.max_steps),
                 resuming=resuming,
             )
-            if outcome.interrupted:
-                display.say(f"saved; {way_on(config)}")
         if world.is_main:
             print(_summary(session, path, outcome.last))
             if outcome.verdict:
@@ -91,7 +88,7 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
     given, named = dict(request.given), request.start.config
     saved = run_config(path)
     if type(saved) is not request.kind:
-        raise ConfigError(f"{path} is a run of the task {saved.TASK}; {way_on(saved)}")
+        raise ConfigError(f"{path} is a run of the task {saved.TASK}; go on: {way_on(saved)}")
     if "run.epochs" in given:
         given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
     own = str(path / "config.toml")
@@ -112,7 +109,7 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
     if best is not None:
         parts.append(f"best at step {best.step}")
     parts.append(f"{session.applied} steps applied, {record.skipped_total} skipped")
-    parts.append(f"peak memory {megabytes(record.peak_memory_bytes or 0)}")
+    parts.append(f"peak memory {(record.peak_memory_bytes or 0) / 1e6:,.0f} MB")
     if best is not None and best.step != record.step:
         parts.append(f"the best state has {best.evaluation.text}")
     if last.stopped_by:
@@ -121,11 +118,6 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
 
 
 # What is shown of it.
-
-
-def megabytes(count: float) -> str:
-    """Format bytes as MB (10^6), or as kB where that would be a single digit."""
-    return f"{count / 1e6:,.0f} MB" if count >= 9.5e6 else f"{count / 1e3:,.0f} kB"
 
 
 class RunDisplay:

@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,8 +52,6 @@ def run(arguments: Predicting | Generating | Evaluating | Exporting) -> int:
         case Predicting():
             _predict(arguments)
         case Generating():
-            prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-            arguments = replace(arguments, prompt=prompt)
             print(open_trained(arguments, "generate").generate(arguments))
         case Evaluating():
             _evaluate(arguments)
@@ -77,7 +74,7 @@ def _predict(arguments: Predicting) -> None:
     source = sys.stdin.buffer if arguments.input == "-" else Path(arguments.input)
     texts = read_texts(source, arguments.text_column)
     trained = open_trained(arguments, "predict")
-    found = trained.predict(arguments, texts)
+    found = trained.open(arguments).predict(texts, arguments.batch_size)
     if arguments.output in ("-", "/dev/stdout"):
         _write(found, sys.stdout)
     else:

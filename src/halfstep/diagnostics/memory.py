@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from halfstep.errors import PrecisionError
-from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import REMAINDER
@@ -70,13 +68,14 @@ class Memory:
         return aligned(rows, {1})
 
 
-def parts_table(several: Sequence[Memory], *more: tuple[str, Sequence[str]]) -> str:
-    """Align the parts of several steps, one a row; ``more`` are columns with their heads."""
+def parts_table(several: Sequence[Memory]) -> str:
+    """Align the parts of several steps, one a row, with their share of the first one's total."""
     parts = [part for part in PARTS if any(one.part(part) for one in several)]
-    rows = [("policy", *parts, "total", *(head for head, _ in more))]
-    for i, one in enumerate(several):
+    rows = [("policy", *parts, "total", f"vs {several[0].policy}")]
+    for one in several:
         sizes = [size_text(one.part(p)) if one.part(p) else "-" for p in parts]
-        rows.append((one.policy, *sizes, size_text(one.total), *(cells[i] for _, cells in more)))
+        share = f"{one.total / several[0].total:.2f}"
+        rows.append((one.policy, *sizes, size_text(one.total), share))
     return aligned(rows, range(1, len(rows[0])))
 
 
@@ -118,13 +117,8 @@ class MemoryMeter:
             batch: Inputs and targets, in any nesting, to count them apart.
             logits: The number of classes or tokens, which tells saved logits from other
                 activations.
-
-        Raises:
-            PrecisionError: If ``precision`` is not a Precision.
         """
-        self._precision = require(
-            precision, Precision, "MemoryMeter(precision)", "a halfstep.Precision"
-        )
+        self._precision = precision
         self._batch, self._logits = list(tensors_in(batch)), logits
         weights = (*precision.model.parameters(), *precision.model.buffers())
         self._weights = {id(s): s for s in map(_storage, weights)}
@@ -133,21 +127,11 @@ class MemoryMeter:
         self._saved: dict[int, tuple[Any, str, str]] = {}  # of the running micro-batch
         self._largest: Bytes = {}  # saved by the micro-batch that saved the most
         self._used = False  # whether the running micro-batch's backward has begun
-        self._memory: Memory | None = None
+        self.memory: Any = None
+        """What was measured, a :class:`Memory`; None until the context has ended."""
         self._gradients: dict[int, tuple[str, int]] = {}
         self._stepped: dict[int, tuple[str, int]] = {}
         self._handles: list[Any] = []
-
-    @property
-    def memory(self) -> Memory:
-        """What was measured.
-
-        Raises:
-            PrecisionError: Before the context has ended.
-        """
-        if self._memory is None:
-            raise PrecisionError("MemoryMeter.memory: no step has ended in its context yet")
-        return self._memory
 
     def __enter__(self) -> MemoryMeter:
         self._hooks.__enter__()
@@ -167,7 +151,7 @@ class MemoryMeter:
         for handle in self._handles:
             handle.remove()
         if error[0] is None:
-            self._memory = self._count()
+            self.memory = self._count()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if self._used:  # a backward has begun since: this is the next micro-batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
@@ -62,8 +63,6 @@ class Record:
     """Tokens trained on so far, without padding, skipped steps included."""
     tokens_per_second: float | None = None
     """Tokens over the seconds of this step: data, forward, backward and update."""
-    compile_seconds: float | None = None
-    """Seconds of this step in which ``torch.compile`` made code, or found it in its cache."""
     peak_memory_bytes: int | None = None
     """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far."""
 
@@ -113,16 +112,25 @@ def keep_lines(path: Path, last_step: int) -> None:
         raise StorageError(f"{path}: cannot be written: {error}") from error
 
 
-def append_line(path: Path, line: Mapping[str, Any]) -> None:
+def append_line(path: Path, line: Mapping[str, Any], *, last: bool = False) -> None:
     """Append a JSON object and close the file, so that a killed process loses no written line.
 
-    What cannot be written is kept for the next call, with a warning.
+    What cannot be written is kept for the next call, with a warning, or lost if it is the last.
     """
-    left = _UNWRITTEN.pop(path, b"") + json.dumps(line).encode() + b"\n"
+    left = _UNWRITTEN.pop(path, b"") + (json.dumps(line).encode() + b"\n" if line else b"")
     try:
         with path.open("ab", buffering=0) as out:
             while left:
                 left = left[out.write(left) :]
     except OSError as error:
-        _UNWRITTEN[path] = left
-        warnings.warn(f"{path}: {error}; its lines are kept for later", stacklevel=2)
+        if not last:
+            _UNWRITTEN[path] = left
+        what = "lost" if last else "kept for later"
+        warnings.warn(f"{path}: {error}; its lines are {what}", stacklevel=2)
+
+
+@atexit.register
+def write_waiting(folder: Path | None = None) -> None:
+    """Write the lines that wait for files of a run's folder, at its end; or all, as Python ends."""
+    for path in [path for path in _UNWRITTEN if folder in (None, path.parent)]:
+        append_line(path, {}, last=True)

@@ -53,6 +53,13 @@ def parallelize_(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
         _check(name, modules[name], text, mesh.size())
     split = {name: text for name, text in plan.items() if text != "replicate"}
     _check_tied(model, split)
+    halves = {text.partition(":")[0]: name for name, text in split.items()}
+    if len(halves) == 1:  # its forward would fail, in a layer that the plan does not name
+        ((half, name),) = halves.items()
+        raise ConfigError(
+            f"the plan has {half} layers only, such as {name}; what a colwise layer splits, a "
+            "rowwise one must take"
+        )
     for name, text in split.items():
         style = RowwiseParallel() if text == "rowwise" else ColwiseParallel()
         parallelize_module(modules[name], mesh, style)
@@ -76,12 +83,9 @@ def _check(name: str, module: nn.Module, text: str, ranks: int) -> None:
             f"{name} is a {type(module).__name__}; its style splits nn.Linear only: "
             "give it the style replicate"
         )
-    size = module.out_features if style == "colwise" else module.in_features
-    _require_shares(name, "outputs" if style == "colwise" else "inputs", size, unit or 1, ranks)
-
-
-def _require_shares(name: str, what: str, size: int, unit: int, ranks: int) -> None:
-    """Refuse ``size`` features that ranks cannot share equally in whole units."""
+    size, what, unit = module.in_features, "inputs", unit or 1
+    if style == "colwise":
+        size, what = module.out_features, "outputs"
     if size % unit:
         raise ConfigError(f"{name}: {size} {what} are no multiple of the unit {unit}")
     units = size // unit

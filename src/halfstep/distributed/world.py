@@ -80,10 +80,11 @@ class World:
             return
         tell(error)
         lost(error, range(self.size), "waits for the others")
-        own = isinstance(error, HalfstepError) and not isinstance(error, PeerError | StorageError)
-        if own and self._store is not None:  # a restart would only fail in the same way
+        if self._store is None or isinstance(error, PeerError | StorageError):
+            return
+        if isinstance(error, HalfstepError):  # a restart would only fail in the same way
             with suppress(RuntimeError):
-                self._store.set(_OVER, f"rank {self.rank}: {error}")
+                self._store.set(_OVER, str(error.exit_code))
 
     def require_same(self, what: Mapping[str, str]) -> None:
         """Refuse ranks that were started with different settings.
@@ -245,7 +246,7 @@ def open_world(
         timeout_seconds: Time limit of every collective and of the meeting of the ranks.
 
     Raises:
-        ConfigError: If the environment is incomplete, or a rank has no GPU.
+        ConfigError: If the environment is incomplete.
         PeerError: If the ranks do not meet in time.
         PrecisionError: If ``device_kind`` is not a device.
     """
@@ -256,14 +257,14 @@ def open_world(
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     device = _own_gpu(local_rank) if device_kind == "cuda" else None
-    if run:
-        end_with_parent()
+    if run and sys.platform == "linux":  # SIGTERM when the launcher dies: an orphan would write on
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     timeout = timedelta(seconds=timeout_seconds)
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
         store = _prefixed(f"halfstep/{run}", store)
         if store.check([_OVER]):
-            raise RuntimeError(f"the run is over, by {store.get(_OVER).decode()}")
+            raise SystemExit(int(store.get(_OVER)))  # the attempt before has said why
         if size > 1:
             dist.init_process_group(
                 # "cpu:gloo" would leave the group without a default backend, and torch would warn
@@ -286,19 +287,16 @@ def open_world(
 
 def _place() -> tuple[int, ...] | None:
     """RANK, WORLD_SIZE and LOCAL_RANK of the environment; ConfigError if it is incomplete."""
-    missing = [name for name in _NEEDED if not os.environ.get(name)]
-    if {*_NEEDED[:3]} <= {*missing}:
+    given = {name: os.environ.get(name, "") for name in _NEEDED}
+    numbers = [*given.values()][:3]
+    if not any(numbers):
         return None
-    if missing:
+    if not all(given.values()) or not all(map(str.isdecimal, numbers)):
         raise ConfigError(
-            f"the environment has only some of {', '.join(_NEEDED)}; missing: "
-            f"{', '.join(missing)}; start ranks with --nproc or torchrun, which set all of them, "
-            "or unset the rest"
+            f"the environment has {given}; allowed: all of them, the first three as integers, or "
+            "none. --nproc and torchrun set them"
         )
-    try:
-        return tuple(int(os.environ[name]) for name in _NEEDED[:3])
-    except ValueError as error:
-        raise ConfigError(f"{', '.join(_NEEDED[:3])} must be integers: {error}") from None
+    return tuple(map(int, numbers))
 
 
 def _prefixed(prefix: str, store: Any) -> Any:
@@ -306,26 +304,12 @@ def _prefixed(prefix: str, store: Any) -> Any:
 
 
 def _own_gpu(local_rank: int) -> torch.device:
-    """Choose this rank's GPU of its machine."""
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise ConfigError(
-            f"LOCAL_RANK={local_rank}, but this machine has {count} GPUs; start one rank per GPU, "
-            "or choose --device cpu"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    torch.cuda.set_device(local_rank)  # torch says if there is none of that number
+    return torch.device("cuda", local_rank)
 
 
 def _nothing() -> Any:
     """Do nothing: the work of a rank that only waits for others."""
-
-
-def end_with_parent() -> None:
-    """Ask for SIGTERM when the launcher dies, even by SIGKILL; an orphan would go on writing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 @torch.no_grad()

@@ -13,25 +13,25 @@ from halfstep.precision.checks import some
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import NonFinite, find_nonfinite, global_norm
 
+_LIMIT = 3  # steps in a row that may be skipped while the loss scale does not fall
+
 
 class StepObserver:
     """See what DeepSpeed's engine does in each optimizer step: ``StepObserver(engine)``, once.
 
     ``engine.step()`` stays the call, whoever makes it, and no number changes. A run that only
-    skips, or applies gradients that are not finite, ends in a :class:`halfstep.NonFiniteError`.
-
-    Args:
-        engine: What ``deepspeed.initialize`` returned first.
-        stop_after: How many steps in a row may be skipped while the loss scale does not fall.
+    skips, or applies gradients that are not finite, ends in a :class:`halfstep.NonFiniteError`; at
+    the floor of its loss scale DeepSpeed ends one itself.
 
     Attributes:
         last_step: What the latest optimizer step did, or None before the first. Its ``loss`` is
             NaN: the engine does not keep it. The first skip in a row names no parameters.
     """
 
-    def __init__(self, engine: Any, *, stop_after: int = 3) -> None:
+    def __init__(self, engine: Any) -> None:
+        """Observe what ``deepspeed.initialize`` returned first."""
         self.last_step: StepResult | None = None
-        self._engine, self._stop_after, self._stuck, self._row = engine, stop_after, 0, 0
+        self._engine, self._stuck, self._row = engine, 0, 0
         # What torch_autocast in fp16 scales by, with ZeRO and without.
         zero = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
         self._scaler = zero or getattr(engine, "torch_autocast_z0_gradscaler", None)
@@ -49,20 +49,14 @@ class StepObserver:
         if broken and self._scaler is None:
             self._tell(False, scale, norm, found)
             _end("gradients", "would apply a step", found)
-        try:
-            self._take(*args, **kwargs)
-        except Exception as error:  # it has no class of its own for the floor
-            if "loss scale" not in str(error):
-                raise
-            self._tell(False, scale, None, found)
-            _end("loss_scale_floor", f"cannot go below loss scale {scale:g}", found)
+        self._take(*args, **kwargs)
         applied = engine.was_step_applied() and not broken  # it is true where torch's scaler skips
         if checked:
             norm = engine.get_global_grad_norm()
         self._tell(applied, scale, norm, found)
         if applied and norm is not None and not math.isfinite(norm):
             _end("gradients", "has applied a step (go back to a checkpoint)", found)
-        if self._stuck >= self._stop_after:
+        if self._stuck >= _LIMIT:
             _end("skip_limit", f"skips {self._row} steps in a row; at loss scale {scale:g}", found)
 
     def _tell(self, applied: bool, scale: float, norm: Any, found: NonFinite) -> None:

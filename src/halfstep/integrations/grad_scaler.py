@@ -45,7 +45,7 @@ from halfstep.integrations.optimizer_tensors import (
     with_gradients,
 )
 from halfstep.precision.agreement import AnyRanks, ranks_of_this_process
-from halfstep.precision.border import as_device, as_number
+from halfstep.precision.border import as_device
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.masters.stepping import Movement, with_inner
@@ -116,8 +116,9 @@ class GradScaler(torch.amp.GradScaler):
         allow_pure: bool = False,
     ) -> None:
         device = str(as_device(device))
-        if not as_number(init_scale, "GradScaler(init_scale)", "a number above 0") > 0:
-            raise PrecisionError(f"init_scale={init_scale}; allowed: a number above 0")
+        given = init_scale if isinstance(init_scale, int | float | Tensor) else 0.0
+        if not float(given) > 0:
+            raise PrecisionError(f"init_scale={init_scale!r:.80}; allowed: a number above 0")
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -243,7 +244,12 @@ class GradScaler(torch.amp.GradScaler):
             flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
             if new_scale is None and flags and float(total(flags, scale.device)):
                 broken = self._broken() if float(scale) <= self._bounds[0] else None
-        self._torch_update(new_scale)
+        super().update(new_scale)
+        if self._bounds is not None and self._scale is not None:
+            self._scale.clamp_(*self._bounds)
+        if self._round and self._scale is not None:
+            self._count_round(self._scale)
+        self._round, self._nonfinite = [], {}
         if broken is not None:
             self._stop(broken)
 
@@ -339,19 +345,18 @@ class GradScaler(torch.amp.GradScaler):
         self._last = _Step(held, self._loss, scale, scale, find)
         self._round.append(self._last)
 
-    def _torch_update(self, new_scale: float | Tensor | None) -> None:
-        """Call torch's update, keep the scale within its bounds, and count the round."""
-        super().update(new_scale)
-        if self._bounds is not None and self._scale is not None:
-            self._scale.clamp_(*self._bounds)
-        if self._round and self._scale is not None:
-            skipped = _any_skipped(self._round, self._scale.device)
-            self._skipped = self._skipped + skipped
-            self._in_a_row = (self._in_a_row + skipped) * skipped
-            following = _hold(self._scale)
-            for step in self._round:
-                step.next_loss_scale = following
-        self._round, self._nonfinite = [], {}
+    def _count_round(self, scale: Tensor) -> None:
+        """Count a round as skipped if any of its steps was, without waiting for a device."""
+        waiting = [step.found for step in self._round if isinstance(step.found, Tensor)]
+        known = [step.skipped for step in self._round if not isinstance(step.found, Tensor)]
+        skipped: _Held = float(any(known))
+        if waiting:
+            skipped = (total(waiting, scale.device) + skipped).clamp(max=1.0)
+        self._skipped = self._skipped + skipped
+        self._in_a_row = (self._in_a_row + skipped) * skipped
+        following = _hold(scale)
+        for step in self._round:
+            step.next_loss_scale = following
 
     def _broken(self) -> NonFinite:
         """Whose gradients were not finite in this round, as far as known."""
@@ -447,10 +452,3 @@ def total(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Add up per-device flags on one device, in a new tensor."""
     moved = [flag.to(device, non_blocking=True) for flag in flags]
     return torch.stack(moved).sum()
-
-
-def _any_skipped(steps: list[_Step], device: torch.device) -> _Held:
-    """1 if any of the steps was skipped, else 0, without waiting for a device."""
-    waiting = [step.found for step in steps if isinstance(step.found, Tensor)]
-    known = float(any(step.skipped for step in steps if not isinstance(step.found, Tensor)))
-    return (total(waiting, device) + known).clamp(max=1.0) if waiting else known

@@ -19,6 +19,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
 
 from halfstep.diagnostics.health import LayerHealth
 from halfstep.diagnostics.lost_updates import LostUpdateMeter, bare_optimizer
@@ -37,16 +38,7 @@ from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.scaling.gradients import OneRank, Ranks, find_nonfinite
 
-try:  # an optional dependency, the extra "hf"
-    from transformers import TrainerCallback
-except ImportError as error:
-    raise ConfigError(
-        "halfstep.integrations.hf_trainer needs transformers; pip install 'halfstep[hf]'"
-    ) from error
-
 _LOG = logging.getLogger(__name__)
-_NEEDED = ("accelerator", "args", "training_step", "log", "add_callback", "callback_handler",
-           "create_accelerator_and_postprocess")  # fmt: skip
 
 
 def attach(
@@ -256,11 +248,9 @@ def _whole(norm: Any) -> Any:
 
 
 def _check(trainer: Any) -> None:
-    missing = [name for name in _NEEDED if not hasattr(trainer, name)]
-    if missing:
+    if not isinstance(trainer, Trainer):
         raise ConfigError(
-            f"attach() got a {type(trainer).__name__} without {', '.join(missing)}; allowed: a "
-            "transformers.Trainer of version 5, or a subclass of it"
+            f"attach() got a {type(trainer).__name__}; allowed: a transformers.Trainer"
         )
     refuse_engine(trainer.accelerator)
     if any(isinstance(c, NumericsCallback) for c in trainer.callback_handler.callbacks):

@@ -13,6 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.plugins import Precision as LightningPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -38,17 +42,6 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
-
-try:
-    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-    from lightning.pytorch.plugins import Precision as LightningPrecision
-    from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
-except ModuleNotFoundError as error:
-    raise ConfigError(
-        f"halfstep.integrations.lightning needs Lightning, and {error.name} is not installed: "
-        "pip install 'halfstep[lightning]'"
-    ) from error
 
 
 class HalfstepPrecision(LightningPrecision):
@@ -114,7 +107,16 @@ class HalfstepPrecision(LightningPrecision):
         if module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluate(module)  # a strategy keeps an earlier fit's optimizers
             return model, optimizers, lr_schedulers
-        check_search(module.trainer, self.policy)
+        kinds = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
+        searching = [one for one in module.trainer.callbacks if isinstance(one, kinds)]
+        if searching and self.policy.param_dtype != torch.float32:
+            form = dtype_name(self.policy.compute_dtype)
+            raise PrecisionError(
+                f"{type(searching[0]).__name__} (lr_find, scale_batch_size) under policy "
+                f"{self.policy} would leave the model's weights rounded to {form} for the training "
+                f"after it. Search with Trainer(plugins=[HalfstepPrecision('{form}-mixed')]), then "
+                f"train with {self.policy}"
+            )
         if type(module).backward is not LightningModule.backward:
             raise PrecisionError(
                 f"{type(module).__name__} has a backward() of its own, which the plugin would not "
@@ -183,10 +185,16 @@ class HalfstepPrecision(LightningPrecision):
         """Clip the gradients: by value at once, by norm within the step."""
         if clip_val <= 0:
             return
-        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            self._clip_value(optimizer, float(clip_val))
-        else:  # manual optimization clips by Lightning's wrapper of the optimizer
+        if gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
+            # manual optimization clips by Lightning's wrapper of the optimizer
             self._max_norms[getattr(optimizer, "optimizer", optimizer)] = float(clip_val)
+            return
+        limit = float(clip_val)
+        for parameter in owned(optimizer):
+            gradient = parameter.grad
+            if gradient is not None:  # what is not finite stays, to be found
+                values = gradient._values() if gradient.is_sparse else gradient
+                values.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
 
     def _train(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Put a model and its optimizers under the policy.
@@ -276,14 +284,6 @@ class HalfstepPrecision(LightningPrecision):
         with _others_aside(engine, optimizer):
             self.last_step = engine.step(max_norm=max_norm)
 
-    def _clip_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clip gradients to ``[-limit, limit]``; what is not finite stays, to be found."""
-        for parameter in owned(optimizer):
-            gradient = parameter.grad
-            if gradient is not None:
-                values = gradient._values() if gradient.is_sparse else gradient
-                values.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resume needs besides the model's and the optimizers' state."""
         return self._state if self.engine is None else self.engine.state_dict()
@@ -340,19 +340,6 @@ def lightning_name(policy: PrecisionPolicy) -> str:
         return "32-true"
     form = "bf16" if policy.compute_dtype == torch.bfloat16 else "16"
     return f"{form}-mixed" if policy.param_dtype == torch.float32 else f"{form}-true"
-
-
-def check_search(trainer: Any, policy: PrecisionPolicy) -> None:
-    """Refuse a search before it rounds the weights that the training after it starts from."""
-    kinds = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
-    searching = [callback for callback in trainer.callbacks if isinstance(callback, kinds)]
-    if searching and policy.param_dtype != torch.float32:
-        form = dtype_name(policy.compute_dtype)
-        raise PrecisionError(
-            f"{type(searching[0]).__name__} (lr_find, scale_batch_size) under policy {policy} "
-            f"would leave the model's weights rounded to {form} for the training after it. Search "
-            f"with Trainer(plugins=[HalfstepPrecision('{form}-mixed')]), then train with {policy}"
-        )
 
 
 class Border(Region):

@@ -93,20 +93,15 @@ def attention(
     scale: float | None,
 ) -> Tensor:
     """What ``F.scaled_dot_product_attention`` computes, for operands that :func:`fits` accepts."""
-    if mask is not None:
-        mask = _added(mask).expand(*q_BHTD.shape[:3], k_BKSD.shape[2])
+    if mask is not None:  # what is added to the scores, in fp32
+        if mask.dtype == torch.bool:
+            mask = new(*mask.shape).zero_().masked_fill_(~mask, -math.inf)
+        mask = mask.float().expand(*q_BHTD.shape[:3], k_BKSD.shape[2])
     seed = drawn_seed() if dropout else 0
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         q_BHTD, k_BKSD, v_BKSD, mask, Settings(dropout, causal, scale, seed)
     )
     return out
-
-
-def _added(mask: Tensor) -> Tensor:
-    """A mask as what is added to the scores, in fp32."""
-    if mask.dtype != torch.bool:
-        return mask.float()
-    return new(*mask.shape).zero_().masked_fill_(~mask, -math.inf)
 
 
 def _rows(x: Tensor) -> Tensor:

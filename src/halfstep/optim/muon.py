@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Unpack, get_args
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import Call, LowPrecisionOptimizer, run_kernel
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.options import Storage, require_option, torch_defaults
+from halfstep.optim.options import Storage, require_option
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
 from halfstep.optim.state import Batch, StepTask, dense, flat
 from halfstep.precision.agreement import MARK
@@ -58,17 +58,13 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix  # the smaller of X X^T and X^T X
     x = x / x.norm().clamp(min=_EPS)
-    with _fast_products(x):
+    scalar = x.device.type == "cpu" and x.dtype is torch.bfloat16 and not cpu_has_bf16()
+    # through fp32 where the CPU has no instructions for it
+    with SimulatedProducts(x.dtype) if scalar else nullcontext():
         for _ in range(_STEPS):
             gram = x @ x.T
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def _fast_products(matrix: Tensor) -> AbstractContextManager[Any]:
-    """Around products of a matrix: through fp32 where the CPU has no instructions for its dtype."""
-    scalar = matrix.device.type == "cpu" and matrix.dtype is torch.bfloat16 and not cpu_has_bf16()
-    return SimulatedProducts(matrix.dtype) if scalar else nullcontext()
 
 
 class Muon(LowPrecisionOptimizer):
@@ -122,7 +118,6 @@ class Muon(LowPrecisionOptimizer):
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "use_muon": True},
         }
-        torch_defaults(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, options, **storage)
 
     def check_group(self, group: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.options import Storage, torch_defaults
+from halfstep.optim.options import Storage
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
 
 
@@ -42,7 +42,7 @@ class AdamW(LowPrecisionOptimizer):
 
         Args:
             params: Parameters, groups of them, or ``model.named_parameters()``.
-            lr: A number, or a CPU tensor of one element, which is read at every step.
+            lr: A number, or a tensor of one element, which the host reads at every step.
             betas: Decay rates of the two moments.
             eps: Added to the square root of the second moment.
             weight_decay: Decoupled weight decay, multiplied by ``lr``.
@@ -50,10 +50,9 @@ class AdamW(LowPrecisionOptimizer):
                 ``seed``, of stochastic rounding.
         """
         # all keys of torch's, so that a sharded checkpoint, which is read by key, goes both ways
-        theirs = torch_defaults(
-            torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
-        )
-        super().__init__(params, theirs, **storage)
+        theirs = torch.optim.AdamW([torch.empty(0)]).defaults
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, theirs | options, **storage)
 
 
 class SGD(LowPrecisionOptimizer):
@@ -75,9 +74,10 @@ class SGD(LowPrecisionOptimizer):
 
         The first six arguments are those of ``torch.optim.SGD``.
         """
-        options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-        theirs = torch_defaults(torch.optim.SGD, lr=lr, weight_decay=weight_decay, **options)
-        super().__init__(params, theirs, **storage)
+        theirs = torch.optim.SGD([torch.empty(0)]).defaults
+        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        options |= {"dampening": dampening, "nesterov": nesterov}
+        super().__init__(params, theirs | options, **storage)
 
 
 class Lion(LowPrecisionOptimizer):
@@ -95,5 +95,4 @@ class Lion(LowPrecisionOptimizer):
     ) -> None:
         """Make the optimizer; the options are those of :class:`AdamW`."""
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        torch_defaults(torch.optim.AdamW, **options)
         super().__init__(params, options, **storage)

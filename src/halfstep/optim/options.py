@@ -7,7 +7,6 @@ from typing import Any, TypedDict, get_args
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import Moments
@@ -36,14 +35,6 @@ def require_option(holds: bool, name: str, value: object, allowed: str) -> None:
         raise PrecisionError(f"Invalid {name}: {value}; allowed: {allowed}")
 
 
-def torch_defaults(kind: type[Optimizer], **options: Any) -> dict[str, Any]:
-    """All options of an optimizer of torch's, which refuses numbers out of range."""
-    try:
-        return kind([torch.empty(0)], **options).defaults
-    except ValueError as error:
-        raise PrecisionError(f"{error}; allowed: what torch.optim.{kind.__name__} takes") from None
-
-
 def check_storage(update: Update | None, moments: Moments | None) -> None:
     """Refuse an unknown rounding mode or format of moments."""
     for key, value, kind in (("update", update, Update), ("moments", moments, Moments)):
@@ -62,17 +53,13 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 
 def check_group(group: dict[str, Any], owner: str, has_masters: bool) -> None:
     """Refuse unknown or unsupported options, and parameters of unsupported dtype or strides."""
-    rate = group.get("lr")
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        raise PrecisionError(
-            f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
-            "number or a CPU tensor"
-        )
     for key, (name, holds, words) in _NUMBERS.items():
         require_option(bool(key not in group or holds(group[key])), name, group.get(key), words)
     for index, beta in enumerate(group.get("betas", ())):
         name = f"beta parameter at index {index}"
         require_option(0 <= beta < 1, name, beta, "betas: 0 <= beta < 1")
+    if "dampening" in group and group["nesterov"] and (not group["momentum"] or group["dampening"]):
+        raise PrecisionError("Nesterov momentum requires a momentum and zero dampening; give both")
     for key in ("update", "moments", "seed"):
         if key in group:
             raise PrecisionError(

@@ -44,8 +44,7 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
     beta1, rest1, beta2, rest2, decay, size, correction, eps = c
     m = m * beta1 + g * rest1
     v = v * beta2 + (g * rest2) * g  # torch's order, as g * g overflows above 1.8e19
-    # By way of fp64, which a Mac's GPU lacks: torch's fp32 root on CPUs is not correctly rounded.
-    root = v.sqrt() if v.device.type == "mps" else v.double().sqrt().float()
+    root = v.double().sqrt().float()  # torch's fp32 root on CPUs is not correctly rounded
     return w * decay - (m / (root * correction + eps)) * size, m, v
 
 

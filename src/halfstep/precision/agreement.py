@@ -58,7 +58,7 @@ _ROUNDING = 1e-5  # of a norm, which ranks with other kernels or threads add up 
 _LOOKED_AT = 64  # weights whose bits are compared in one step, at most
 _PARTED = (
     ": ranks that hold copies of one model have parted ways, and no later step can mend it; go on "
-    "from the last checkpoint (halfstep train --resume), and look for memory or network faults, or "
+    "from the last checkpoint (--resume last-good), and look for memory or network faults, or "
     "for code that skips steps or changes weights on some ranks only"
 )
 _UNREDUCED = (
@@ -225,7 +225,9 @@ class ManyRanks(Ranks):
         """
         sums, mine = self._row(_TAKES)
         sums[0] = loss.double() * self._loss_share
-        window, splits = self._window(self._at[0]), [*self._parts]
+        start, splits = self._at[0] * _LOOKED_AT % max(1, len(self._named)), [*self._parts]
+        # the weights whose turn it is
+        window = [*self._named[start:], *self._named[:start]][:_LOOKED_AT]
         for share, some in gradients.items():
             if some:
                 length = norm(some).double().to(self._device)
@@ -270,11 +272,6 @@ class ManyRanks(Ranks):
         mine = sums[2:].view(size, columns)[self._rank]
         mine[: len(_FIXED)] = torch.tensor([does, *self._at], dtype=torch.float64)
         return sums, mine
-
-    def _window(self, step: int) -> list[tuple[str, Tensor]]:
-        """The weights whose turn it is."""
-        start = step * _LOOKED_AT % max(1, len(self._named))
-        return [*self._named[start:], *self._named[:start]][:_LOOKED_AT]
 
     def _sum(self, table: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.errors import PrecisionError
 
@@ -28,15 +28,6 @@ def require(value: object, kind: type[T] | tuple[type[T], ...], where: str, allo
 def require_model(value: object, where: str) -> nn.Module:
     """Refuse anything but a ``torch.nn.Module`` instance: a class, parameters, an optimizer."""
     return require(value, nn.Module, where, "a torch.nn.Module")
-
-
-def as_number(value: object, where: str, allowed: str) -> float:
-    """A Python number, not a bool, or a tensor of one element; the range is not checked."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value)
-    if isinstance(value, bool):
-        raise PrecisionError(f"{where} got {value}; allowed: {allowed}")
-    return require(value, (int, float), where, allowed)
 
 
 def as_device(value: str | torch.device) -> torch.device:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import torch
-from torch import nn
 
 from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import ROUNDING
-from halfstep.precision.policy.devices import DEVICES, kind_of
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS
 
@@ -24,17 +18,12 @@ _CASTS = {
 }
 
 
-def explain(
-    policy: str | PrecisionPolicy,
-    device: str | torch.device = "cpu",
-    model: nn.Module | None = None,
-) -> str:
+def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -> str:
     """The policy as a table of text: formats, loss scale, bytes, and how the device runs it.
 
     Args:
         policy: A policy, its name or field string.
         device: The device it would run on; nothing is allocated there.
-        model: Whose linear layers below 16 bits are listed by shape; on the meta device, too.
 
     Example:
         >>> print(explain("bf16-master").splitlines()[6])
@@ -47,48 +36,21 @@ def explain(
     reason += f"; nearest: {found.nearest}" if found.nearest else ""
     rows = [("policy", "", str(value)), *explain_policy(value)]
     rows.append((where.type, found.status, reason))
-    if model is not None:
-        rows += _layers(value, where, model)
     return "\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows)
 
 
-def _layers(
-    policy: PrecisionPolicy, device: torch.device, model: nn.Module
-) -> list[tuple[str, str, str]]:
-    """A row for each shape of linear layers below 16 bits."""
-    here = kind_of(device)
-    kind = here if here and here.fp8_from else [k for k in DEVICES if k.fp8_from][-1]
-    placed = place(policy, model)
-    weights: list[Any] = [p.module.weight for p in placed.low]
-    shapes = Counter(tuple(weight.shape) for weight in weights)
-    rows = []
-    for (outputs, inputs), count in sorted(shapes.items()):
-        narrow = inputs * outputs < kind.fp8_from * (inputs + outputs)
-        text = f"; too narrow to gain, they stay in bf16 on {kind.family}" * narrow
-        rows.append(("layers", f"{count}", f"of {inputs} x {outputs}{text}"))
-    if placed.unreached:
-        rows.append(("layers", f"{len(placed.unreached)}", placed.left_out))
-    return rows
-
-
-def bytes_per_parameter(
-    policy: PrecisionPolicy, *, kept: bool = False, several: bool = False
-) -> dict[str, float]:
+def bytes_per_parameter(policy: PrecisionPolicy) -> dict[str, float]:
     """Bytes that training holds per trainable parameter between micro-batches, with AdamW.
 
     The keys are weights, masters (0 where the weights are the masters), remainder (the bits that a
-    16-bit weight lacks), gradients (of one micro-batch; ``several`` are summed in ``grad_dtype``)
-    and moments (both, with block scales). ``kept`` asks for a parameter that a rule keeps in fp32.
+    16-bit weight lacks), gradients (of one micro-batch) and moments (both, with block scales).
     """
     moments = {"fp32": 4, "bf16": 2, "fp16": 2, "8bit": 1 + 1 / 128}[policy.moment_format]
-    if kept:  # torch's moments follow the parameter; halfstep's optimizers keep the policy's
-        wide = moments if policy.needs_own_optimizer else 4
-        return {"weights": 4, "masters": 0, "remainder": 0, "gradients": 4, "moments": 2 * wide}
     return {
         "weights": policy.param_dtype.itemsize,
         "masters": 4 if policy.has_masters else 0,
         "remainder": ROUNDING[policy.update].bytes,
-        "gradients": policy.grad_dtype.itemsize if policy.update == "nearest" or several else 2,
+        "gradients": policy.grad_dtype.itemsize if policy.update == "nearest" else 2,
         "moments": 2 * moments,
     }
 

@@ -60,22 +60,6 @@ class Recovery:
         return f"{self.action}:{self.count}" if self.count else self.action
 
 
-def hopeless(
-    scale: float, at_floor: bool, in_a_row: int, limit: int | None
-) -> tuple[str, str] | None:
-    """Why no smaller loss scale is tried: the error's cause, and words; None where one is."""
-    if at_floor:
-        return "loss_scale_floor", (
-            f" at the smallest loss scale {scale:g}: no smaller scale can help"
-        )  # fmt: skip
-    if limit is not None and in_a_row >= limit:
-        return "skip_limit", (
-            f": {in_a_row} steps in a row skipped, the limit (max_consecutive_skips), at loss "
-            f"scale {scale:g}"
-        )  # fmt: skip
-    return None
-
-
 class Outcome:
     """What follows once a step is judged: counts, the loss scale, the average and recovery.
 
@@ -152,15 +136,19 @@ class Outcome:
         if judged.found is None:
             return self._broken_loss(judged)
         found, scale, config = judged.found, self.progress.loss_scale, self._policy.loss_scale
-        limit, row = config.max_consecutive_skips, self.progress.skipped_in_a_row + 1
-        ends = hopeless(scale.value, scale.at_floor, row, limit)
+        row, cause = self.progress.skipped_in_a_row + 1, "skip_limit"
+        why = f": {row} steps in a row skipped, the limit (max_consecutive_skips), at loss scale "
+        why += f"{scale.value:g}"
         if config.kind == "none":
-            ends = "gradients", f", and policy {self._policy} has no loss scale to lower"
-        if ends is None:
+            cause, why = "gradients", f", and policy {self._policy} has no loss scale to lower"
+        elif scale.at_floor:
+            cause = "loss_scale_floor"
+            why = f" at the smallest loss scale {scale.value:g}: no smaller scale can help"
+        elif row < config.max_consecutive_skips:
             return None
         where = f"{found.what} in the gradients of {some(found.names)} under a finite loss of "
-        text = f"{where}{judged.loss:g}{ends[1]}{self.about_layers()}{_UNCHANGED}"
-        error = NonFiniteError(text, cause=ends[0], parameters=found.names)
+        text = f"{where}{judged.loss:g}{why}{self.about_layers()}{_UNCHANGED}"
+        error = NonFiniteError(text, cause=cause, parameters=found.names)
         error.to_do, error.typed = self.progress.slower(), FIND_IT
         return error
 

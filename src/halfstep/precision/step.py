@@ -140,7 +140,8 @@ class Precision:
             reason += f"; {len(narrow)} of {len(placed.low)} layers are too narrow and stay in bf16"
             reason += f": {narrow[0]}"
         if placed.unreached:
-            reason += f"; {placed.left_out}"
+            reason += f"; modules that multiply by weights of their own ({len(placed.unreached)}), "
+            reason += f"not by linear layers, stay in bf16: {placed.unreached[0]}"
         self.support = replace(self.support, reason=reason)
         checks.check_parameters(placed, self.optimizers)
         self.ranks = self.ranks.bound(model.named_parameters())

@@ -19,7 +19,7 @@ from halfstep.diagnostics.health import WORDS
 from halfstep.diagnostics.lost_updates import LOUD
 from halfstep.report import N_, gettext
 from halfstep.report.record import BROKEN, RunRecord
-from halfstep.shown import typed_trainer
+from halfstep.shown import typed
 
 Level = Literal["fault", "warning", "note"]
 ORDER: Sequence[Level] = ("fault", "warning", "note")
@@ -209,16 +209,11 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
 
 def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
     """What to type to go on with a run, or to train it anew; empty for a loop of the user's own."""
-    task, folder = str(run.config.get("task")), _folder(run)
-    if task == "module":
-        return typed_trainer(resume, changes)
-    if task not in COMMANDS:
+    task, table = run.config.get("task"), run.config.get("run")
+    if task not in (*COMMANDS, "module"):
         return ""
-    words = [f"halfstep {COMMANDS[task]}"]
-    words += ["--resume"] if resume else ["--config", quote(f"{folder}/config.toml")]
-    words += ["--output-dir", quote(folder if resume else f"{folder}-2")]
-    words += [f"--{key.replace('_', '-')} {value}" for key, value in changes.items()]
-    return " ".join(words)
+    section = (table if isinstance(table, dict) else {}) | {"output_dir": _folder(run)}
+    return typed(COMMANDS.get(task, ""), section, changes, resume=resume)
 
 
 def _at_rate(run: RunRecord, factor: float) -> str:

@@ -254,11 +254,10 @@ def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     """Losses of training and validation, with marks where a step was skipped or spiked."""
     drawn = False
     for run, colour in zip(runs, cycle(COLOURS), strict=False):
-        training, validation = _measured_as(run, language)
-        name = _label(run, runs, training)
+        name = _label(run, runs, gettext("training", language))
         thin = {"color": colour, "alpha": 0.35 if len(runs) > 1 else 0.9}
         drawn |= _plot(axes, run.applied, "loss", label=name, **thin)
-        name = _label(run, runs, validation)
+        name = _label(run, runs, gettext("validation", language))
         dark = {"color": colour, "marker": "o", "markersize": 3, "linestyle": "--"}
         drawn |= _plot(axes, run, "val_loss", label=name, **dark)
     if drawn:
@@ -266,20 +265,6 @@ def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     ours = all(run.config.get("task") in COMMANDS for run in runs)
     axes.set_ylabel(gettext(N_("loss (nats per target)") if ours else N_("loss"), language))
     return drawn
-
-
-def _measured_as(run: RunRecord, language: str) -> tuple[str, str]:
-    """What the curves of training and validation are, with what one has and the other has not."""
-    flat = flattened(run.config)
-    training, validation = gettext("training", language), gettext("validation", language)
-    share = flat.get("model.label_smoothing", "0.0")
-    if share != "0.0":
-        training = gettext("training, with label smoothing {share}", language).format(share=share)
-    if flat.get("run.ema_decay", "0.0") != "0.0":
-        validation = gettext("validation, of the averaged weights", language)
-    if flat.get("task") == "module":
-        validation = gettext("validation, by Trainer(evaluate) if given", language)
-    return training, validation
 
 
 _MARKS: Mapping[EventKind, tuple[str, str, float, str]] = {

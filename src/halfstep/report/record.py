@@ -188,7 +188,10 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
             "that run.output_dir names"
         )
     damaged: dict[str, int] = {}
-    lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES, HEALTH)}
+    lines = {
+        name: [*_objects((_text(folder / name) or "").splitlines(), name, damaged)]
+        for name in (METRICS, CAUSES, HEALTH)
+    }
     by_step = {line["step"]: line for line in lines[METRICS] if _is_count(line.get("step"))}
     return RunRecord(
         name=folder.resolve().name,
@@ -220,10 +223,6 @@ def _is_count(value: Any) -> bool:
 
 def _text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-
-
-def _lines(path: Path, damaged: dict[str, int]) -> list[Line]:
-    return [*_objects((_text(path) or "").splitlines(), path.name, damaged)]
 
 
 def _objects(lines: Sequence[str], name: str, damaged: dict[str, int]) -> Iterator[Line]:

@@ -12,43 +12,43 @@ writes into ``.unfinished-step-00000020``, and at last rank 0 renames the folder
 has no rename, and there a folder without a manifest, which comes last, does not count. So
 ``step-00000020`` exists completely or not at all.
 
-``torch.distributed.checkpoint``'s ``HuggingFaceStorageReader`` reads the folder, and its planner
-says here which part of which file a rank needs. But it checks no hash, reads the header of every
-file on every rank, and leaves zeros where a file is missing, so that reading is ours: no file is
-used before its SHA-256 was compared. Its own format is not used because its ``.metadata`` is read
-with an unrestricted unpickler, which runs code from the file (observed with torch 2.13).
+``torch.distributed.checkpoint``'s ``HuggingFaceStorageReader`` reads the folder. But it checks no
+hash, reads the header of every file on every rank, and leaves zeros where a file is missing, so
+that reading is ours: no file is used before its SHA-256 was compared. Its own format is not used
+because its ``.metadata`` is read with an unrestricted unpickler, which runs code from the file
+(observed with torch 2.13).
 """
 
 from __future__ import annotations
 
 import json
+import math
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, NonFiniteError
 from halfstep.files import (
     MANIFEST,
     Where,
+    begin_each,
     below,
+    each_of,
     is_local,
+    make_lasting,
     move,
     names_in,
     parse_json,
@@ -267,7 +267,7 @@ class _Target:
     tensor: Any
     missing: int
     """Elements that are in no file so far."""
-    reads: list[tuple[Stored, ReadItem]] = field(default_factory=list)
+    reads: list[tuple[Stored, list[range]]] = field(default_factory=list)
 
     @classmethod
     def of(cls, stored: Stored, shard: Shard | None) -> _Target:
@@ -277,17 +277,14 @@ class _Target:
         return cls(box, nothing, box.numel)
 
     def plan(self, stored: Stored) -> None:
-        """Take what this box has in common with a stored one; torch's planner says what that is."""
-        saved = TensorStorageMetadata(
-            TensorProperties(), torch.Size(self.box.shape), [_chunk(stored.box)]
-        )
-        for item in create_read_items_for_chunk_list(stored.name, saved, [_chunk(self.box)]):
-            self.reads.append((stored, item))
-            self.missing -= item.lengths.numel()
-
-
-def _chunk(box: Shard) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.local))
+        """Take what this box has in common with a stored one: the indices along each dim."""
+        boxes = (self.box, stored.box)
+        starts = map(max, *(box.offset for box in boxes))
+        ends = map(min, *(map(operator.add, box.offset, box.local) for box in boxes))
+        common = [*map(range, starts, ends)]
+        if all(common):
+            self.reads.append((stored, common))
+            self.missing -= math.prod(map(len, common))
 
 
 def _opened(path: Where, world: World) -> tuple[Any, Iterable[tuple[dict[str, str], list[Stored]]]]:
@@ -324,31 +321,39 @@ def _index_name(rank: int) -> str:
 def _read(
     path: Where, files: Mapping[str, str], targets: Mapping[tuple[str, str], _Target]
 ) -> None:
-    """Fill the targets, a file at a time."""
-    reads: dict[str, list[tuple[_Target, Stored, ReadItem]]] = {}
+    """Fill the targets, a few files at a time."""
+    reads: dict[str, list[tuple[_Target, Stored, list[range]]]] = {}
     for (_, name), target in targets.items():
         if target.missing:
             held, whole = target.box.numel - target.missing, target.box.numel
             raise CheckpointError(f"{path}: {name}: its shards hold {held} of {whole} elements")
-        for stored, item in target.reads:
-            reads.setdefault(stored.file, []).append((target, stored, item))
-    for file, planned in reads.items():
+        for stored, common in target.reads:
+            reads.setdefault(stored.file, []).append((target, stored, common))
+    making = Lock()
+
+    def fill(file: str) -> None:
         content = _verified(below(path, file), files.get(file))
         try:
             tensors = load(content)
-            for target, stored, item in planned:
+            for target, stored, common in reads[file]:
                 values = stored.values(tensors)
-                if target.tensor is None:
-                    target.tensor = torch.empty(target.box.local, dtype=values.dtype)
+                with making:
+                    if target.tensor is None:
+                        target.tensor = torch.empty(target.box.local, dtype=values.dtype)
                 to, source = (
-                    tuple(slice(o, o + n) for o, n in zip(start, item.lengths, strict=True))
-                    for start in (item.dest_offsets, item.storage_offsets)
+                    tuple(
+                        slice(r.start - o, r.stop - o)
+                        for r, o in zip(common, box.offset, strict=True)
+                    )
+                    for box in (target.box, stored.box)
                 )
                 target.tensor[to].copy_(values[source])
         except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise _damaged(
                 below(path, file), f"is not what its index says ({error!r:.200})"
             ) from error
+
+    each_of(fill, reads)
 
 
 def _verified(where: Where, sha: str | None) -> bytes:
@@ -361,8 +366,8 @@ def _verified(where: Where, sha: str | None) -> bytes:
 
 def _damaged(where: Where, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{where} {why}: the file is damaged. Use --resume last-good to go on from the checkpoint "
-        "before it"
+        f"{where} {why}: the file is damaged. Rename {Path(where).parent.name}, and the checkpoint "
+        "before it is used; a training that goes on does so by --resume last-good"
     )
 
 
@@ -380,6 +385,31 @@ def _require_model(path: Where, stored: Iterable[Stored], wanted: Mapping[str, S
 # Writing.
 
 
+def require_writable(folder: Where) -> None:
+    """Refuse a folder that cannot take checkpoints, before a step is lost to it."""
+    probe = below(folder, f"{_TEMPORARY}probe")
+    try:
+        write_hashed(probe, b"probe")
+    except CheckpointError as error:
+        raise type(error)(f"{folder} cannot take checkpoints: {error}; choose another") from error
+    with suppress(CheckpointError):  # the first save removes it
+        remove(probe)
+
+
+class Save(NamedTuple):
+    """A checkpoint whose files are written, but maybe not to the disk: its tensors may change.
+
+    Other threads wait for the disk; the one that trains does all else, and alone talks to ranks.
+    """
+
+    final: Any
+    """Its path or URL, once it is complete."""
+    lasting: list[Future[object]]
+    """Those of this rank's files, which are done when the disk has them."""
+    complete: Callable[[], Any]
+    """Wait for the disk, name it, and remove old ones, as :func:`save_checkpoint` says."""
+
+
 def save_checkpoint(
     folder: Where,
     step: int,
@@ -387,6 +417,8 @@ def save_checkpoint(
     keep: int,
     world: World = World(),  # noqa: B008  (frozen)
     spared: int | None = None,
+    *,
+    waits: bool = True,
 ) -> Any:
     """Write a checkpoint and remove old ones; all ranks call it together.
 
@@ -394,7 +426,7 @@ def save_checkpoint(
     before the new one is complete.
 
     Returns:
-        Its path or URL.
+        Its path or URL; where it ``waits`` for no disk, a :class:`Save`.
 
     Raises:
         NonFiniteError: If a weight or moment is NaN or inf on any rank.
@@ -405,20 +437,35 @@ def save_checkpoint(
     final = checkpoint_path(folder, step)
     local = is_local(folder)
     here = below(folder, f"{_TEMPORARY}step-{step:08d}") if local else final
+    best = checkpoint_path(folder, step if spared is None else spared)
     state = json.dumps({"step": step, **checkpoint.state}, indent=1)
-    try:
+    files: dict[Any, str] = {}
+    with _all_or_nothing(world, folder, here, final):
         _on_main(world, lambda: _begin(folder, here, final))
-        reports = _on_all(world, lambda: _written(checkpoint, here, world))
-        _on_main(world, lambda: _commit(state, reports, here, final))
+        reports = _on_all(world, lambda: _written(checkpoint, here, world, files))
+    lasting, finish = begin_each(lambda each: make_lasting(*each), files.items())
+
+    def complete() -> Any:
+        with _all_or_nothing(world, folder, here, final):
+            _on_all(world, finish)
+            _on_main(world, lambda: _commit(state, reports, here, final))
+        with suppress(CheckpointError):  # what cannot be removed now goes with the next save
+            _on_main(world, lambda: _prune(folder, keep, {final, best}))
+        return final
+
+    return complete() if waits else Save(final, lasting, complete)
+
+
+@contextmanager
+def _all_or_nothing(world: World, folder: Where, here: Where, final: Where) -> Iterator[None]:
+    """Remove what was written of a checkpoint that fails."""
+    try:
+        yield
     except (NonFiniteError, CheckpointError) as error:
         last = _on_all(world, lambda: _left(folder, here) if world.is_main else "")[0]
         if isinstance(error, NonFiniteError):
             raise
         raise type(error)(f"checkpoint {final} cannot be written: {error}; {last}") from error
-    best = checkpoint_path(folder, step if spared is None else spared)
-    with suppress(CheckpointError):  # what cannot be removed now goes with the next save
-        _on_main(world, lambda: _prune(folder, keep, {final, best}))
-    return final
 
 
 def _on_main(world: World, work: Callable[[], object]) -> None:
@@ -452,11 +499,15 @@ def _begin(folder: Where, here: Where, final: Where) -> None:
         raise CheckpointError(f"{final} exists already")
 
 
-def _written(checkpoint: Checkpoint, here: Where, world: World) -> dict[str, Any]:
-    """Write a rank's files; return a report on them."""
+def _written(
+    checkpoint: Checkpoint, here: Where, world: World, files: dict[Any, str]
+) -> dict[str, Any]:
+    """Write a rank's files, whose SHA-256 ``files`` takes; return a report on them."""
     index = write_shards(checkpoint.written(world.rank), here, world.rank)
-    text = json.dumps(index, separators=(",", ":")).encode()
-    sha = write_hashed(below(here, _index_name(world.rank)), text)
+    text, where = json.dumps(index, separators=(",", ":")).encode(), _index_name(world.rank)
+    sha = write_hashed(below(here, where), text, lasting=False)
+    hashes = {file: entry["sha256"] for file, entry in index.items()} | {where: sha}
+    files |= {below(here, file): each for file, each in hashes.items()}
     _, stored = read_index(json.loads(text), here)
     held = sum(each.box.checksum for each in stored)
     shapes = {each.name: each.box.shape for each in stored}
@@ -498,8 +549,7 @@ def _left(folder: Where, here: Where) -> str:
         kept = list_checkpoints(folder)
         if here not in kept:
             remove(here)
-    last = f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
-    return f"{last}. Free space, or name another folder by --second-dir"
+    return f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
 
 
 def _prune(folder: Where, keep: int, spared: Collection[Any]) -> None:

@@ -29,7 +29,7 @@ _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safet
 
 
 def choose_device(spec: str, local_rank: int = 0) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``mps``, ``cuda`` or ``cuda:N`` into a device.
+    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` into a device.
 
     ``auto`` and ``cuda`` mean the GPU of the rank, by its number on its machine. Whether the device
     is there, the policy's :func:`halfstep.support` tells.
@@ -42,7 +42,7 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     try:
         return torch.device("cuda", local_rank) if spec == "cuda" else torch.device(spec)
     except RuntimeError as error:
-        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, mps, cuda, cuda:N") from error
+        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, cuda, cuda:N") from error
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from halfstep.diagnostics.metrics import (
     Record,
     append_line,
     keep_lines,
+    write_waiting,
 )
 from halfstep.errors import (
     CheckpointError,
@@ -34,14 +36,16 @@ from halfstep.errors import (
 )
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
-from halfstep.shown import typed_trainer
+from halfstep.shown import typed
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
+    Save,
     folders_of,
     reached,
     save_checkpoint,
 )
-from halfstep.trainer.compiling import compile_seconds, measured_convolutions
+from halfstep.trainer.config.config import config_to_table
+from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import peak_memory_bytes
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import (
@@ -56,6 +60,8 @@ from halfstep.trainer.step import (
 if TYPE_CHECKING:
     from halfstep.diagnostics.nonfinite.cause import Cause
 
+STILL_SECONDS = 1.0
+"""How long training may stand still for a save; then the disk is waited for in the background."""
 STOPS = ("", "stop", "SIGINT", "SIGTERM")
 """Reasons why a run ends before its last step; where ranks differ, the later entry wins."""
 
@@ -67,7 +73,8 @@ class Tick:
     Attributes:
         record: The line that went into ``metrics.jsonl``.
         evaluation: The validation result, if the step ended with one.
-        checkpoint: The checkpoint that was saved, if any.
+        checkpoint: The checkpoint that is complete since the last tick, if any: it is saved in the
+            background, while training goes on.
         stopped_by: Empty, or why this is the last step: a signal's name, or a callback's
             ``"stop"``.
         verdicts: The first cause of a step that was not finite, the lost-update meter's
@@ -101,8 +108,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     books = _Books(session, path)
     with (
         Interrupt() as interrupt,
-        measured_convolutions(session.task.model, session.device),
         closing(_Losses(session)) as losses,
+        closing(books),
         _observed(session, path, books.news),
         CauseSearch(session, path) as causes,
     ):
@@ -110,11 +117,12 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             taken = _take_step(session, books, causes)
             reason = interrupt.requested or ("stop" if session.stop_asked else "")
             stopped_by = STOPS[session.world.largest(STOPS.index(reason))]  # on all ranks
+            books.look()
             finished = session.step == settings.max_steps
             last = finished or bool(stopped_by)
             due = _due(session.step, settings.eval_every)
             due |= finished or stopped_by == "stop"
-            saves = last or due or _due(session.step, settings.save_every)
+            saves = last or due or _due(session.step, settings.save_every) or bool(books.failed)
             at_once = session.precision.path is None or session.followed
             late = not (at_once or saves or losses.fresh)
             if not late:
@@ -172,7 +180,6 @@ def attempt(session: Session, begun: Callable[..., None] = lambda *_: None) -> S
 
 def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     task, begin = session.task, time.perf_counter()
-    compiled = compile_seconds() if session.compiled else 0.0
 
     def begun(made: MicroBatches) -> None:
         books.tell(causes)
@@ -188,8 +195,6 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
         session.ahead.prepare(session.step)  # while the device works on this one
     line["tokens"] = session.tokens
     line["tokens_per_second"] = tokens / (time.perf_counter() - begin)
-    if session.compiled:
-        line["compile_seconds"] = compile_seconds() - compiled or None
     return _Taken(session.step, result, line)
 
 
@@ -201,12 +206,17 @@ class _Books:
         self._path, self._metrics = path, path / METRICS
         self._folders = folders_of(session.config.run, path)
         self._failing_since: float | None = None  # no checkpoint was written since
+        self._begun: Save | None = None
+        self._saved: Path | None = None  # which no tick has told
+        self._word = ""  # what to say of it when it is complete
         if session.world.is_main:
             keep_lines(self._metrics, session.step)
         self.news: list[str] = []
         """What layer health and saves have to say, for the next tick."""
         self.held: _Taken | None = None
         """A step whose outcome the device has not told."""
+        self.failed: CheckpointError | None = None
+        """Why a save has failed in the background; that of the next step may succeed."""
         self.ticks: list[Tick] = []
         """Those of held steps that have been told since."""
 
@@ -239,69 +249,97 @@ class _Books:
         self.write(record)
         verdicts = (*causes.verdicts, *self.news)
         self.news.clear()
-        if record.compile_seconds:
-            verdicts = (f"compiled in {record.compile_seconds:.1f} s", *verdicts)
-        return Tick(record, evaluation, None, "", verdicts)
+        saved, self._saved = self._saved, None
+        return Tick(record, evaluation, saved, "", verdicts)
 
     def close_step(
         self, taken: _Taken, causes: CauseSearch, losses: _Losses, *, due: bool, last: bool
     ) -> Tick:
         """Evaluate if that is due, write the step down, and save; its outcome is known."""
         session, evaluation, better = self._session, None, False
-        run, keeps_best, checkpoint = session.config.run, session.task.keeps_best, None
+        run, keeps_best = session.config.run, session.task.keeps_best
         if due and session.task.evaluates:
             evaluation = session.evaluate()
             better = session.note(evaluation)
         lost = losses.report() if losses.fresh and taken.result.applied else ()
         tick = self.tick(taken, causes, evaluation, lost)
-        if last or _due(session.step, run.save_every) or (evaluation is not None and keeps_best):
-            checkpoint = self._save(last=last)
-        if better and keeps_best:
+        best = better and keeps_best
+        due = _due(session.step, run.save_every) or bool(self.failed)
+        if last or due or (evaluation is not None and keeps_best):
+            self._save(last=last, waits=last or best)
+        if best:
             session.world.main_only(lambda: session.report_best(self._path))
         warned = (*tick.verdicts, *losses.verdicts(lost, taken), *self.news)
         self.news.clear()
-        return replace(tick, checkpoint=checkpoint, verdicts=warned)
+        saved, self._saved = self._saved or tick.checkpoint, None
+        return replace(tick, checkpoint=saved, verdicts=warned)
 
     def write(self, record: Record) -> None:
         """Append a step to the metrics file, which rank 0 writes."""
         if self._session.world.is_main:
             append_line(self._metrics, record.line())
 
-    def _save(self, *, last: bool) -> Path | None:
-        """Save a checkpoint, and return its path; None where none can be written.
+    def look(self, seconds: float | None = 0.0) -> None:
+        """Complete the save that was begun, as :meth:`_complete` does; a later one may succeed."""
+        try:
+            self._complete(seconds)
+        except CheckpointError as error:
+            self.failed = error
+
+    def close(self) -> None:
+        """At the end of a run, however it ends: other ranks may have ended already."""
+        if self._session.world.size == 1:
+            self._complete()
+
+    def _complete(self, seconds: float | None = None) -> None:
+        """Complete the save that was begun; not if in some seconds the disk has not all of it."""
+        begun, world = self._begun, self._session.world
+        if begun is None:
+            return
+        if seconds is not None and world.largest(len(wait(begun.lasting, seconds).not_done)):
+            return
+        self._begun = None
+        self._saved, self._failing_since = begun.complete(), None
+        self.news += filter(None, [self._word])
+
+    def _save(self, *, last: bool, waits: bool) -> None:
+        """Save a checkpoint, in the background unless it ``waits`` until that is complete.
 
         Raises:
-            CheckpointError: If none can be, and the run may not go on without.
+            CheckpointError: If none can be written, and the run may not go on without.
         """
-        session, run = self._session, self._session.config.run
-        failed: CheckpointError | None = None
-        passing = False  # whether a later save may succeed
+        session, run, begun_at = self._session, self._session.config.run, time.monotonic()
+        self.look(None)
+        failed, self.failed = [self.failed] if self.failed else [], None
         session.precision.ranks.agree()  # never save ranks that disagree
-        best = session.best.step if session.best and session.task.keeps_best else None
+        spared = session.best.step if session.best and session.task.keeps_best else None
         state = session.checkpoint()
         for folder in self._folders:
             try:
-                saved: Path = save_checkpoint(
-                    folder, session.step, state, run.keep, session.world, spared=best
+                self._begun = save_checkpoint(
+                    folder, session.step, state, run.keep, session.world, spared, waits=False
                 )
+                where = "AGAIN" if folder == self._folders[0] else "IN THE SECOND FOLDER"
+                self._word = f"SAVED {where}, as {self._begun.final}: {failed[0]}" if failed else ""
+                left = begun_at + STILL_SECONDS - time.monotonic()
+                self._complete(None if waits else max(left, 0.0))
             except CheckpointError as error:
-                failed, passing = failed or error, passing or isinstance(error, StorageError)
+                failed.append(error)
                 continue
-            self._failing_since = None
-            if failed:
-                self.news.append(f"SAVED IN THE SECOND FOLDER, as {saved}: {failed}")
-            return saved
+            return
+        passing = any(isinstance(error, StorageError) for error in failed)  # a later save may do
+        text = "; ".join(map(str, failed)) + ". Free space"
+        text += "" if run.second_dir else ", or name another folder by --second-dir"
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         left = self._failing_since + run.save_deadline - now
         over = last or left <= 0 or not passing
-        if failed and session.world.largest(int(over)):
-            raise failed
+        if session.world.largest(int(over)):
+            raise (StorageError if passing else CheckpointError)(text) from failed[-1]
         self.news.append(
-            f"NOT SAVED: {failed}. Training goes on, tries again at the next save, and ends with "
+            f"NOT SAVED: {text}. Training goes on, tries again at the next save, and ends with "
             f"code {StorageError.exit_code} if none is written in {left:.0f} s (run.save_deadline)"
         )
-        return None
 
     @contextmanager
     def last_words(self, causes: CauseSearch) -> Iterator[None]:
@@ -330,6 +368,8 @@ class _Books:
             self.write(record)
         except HalfstepError as failed:  # report the first cause; this goes at its end
             also += f"; {failed}"
+        self.look(None)
+        also += f"; {self.failed}" if self.failed else ""
         # rank 0 writes metrics and completes checkpoints
         kept = reached(self._folders)[0] if world.is_main else []
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
@@ -350,10 +390,7 @@ class _Books:
             key, value = "on_nonfinite", "skip:3"
         else:
             return f"halfstep report {self._path}" if cause else ""
-        if self._session.config.TASK == "module":
-            return typed_trainer(resume, {key: value})
-        begin = "the same command with " + ("--resume " if resume else "")
-        return f"{begin}--{key.replace('_', '-')} {value}"
+        return way_on(self._session.config, resume, **{key: value})
 
 
 class _Losses(LostUpdateMeter):
@@ -467,6 +504,7 @@ def _observed(session: Session, path: Path, news: list[str]) -> Iterator[None]:
     """Count exponents, and compare each layer with its own past, if the run asks for that."""
     run, given = session.config.run, (session.task.model, session.precision)
     with ExitStack() as stack:
+        stack.callback(write_waiting, path)  # here, as a rank ends without Python's own exit
         if run.watch and session.world.is_main:  # rank 0 counts its own numbers
             watch, file = part("diagnostics.statistics.watch:watch"), path / NUMERICS
             stack.enter_context(watch(*given, every=run.watch, to=file, start=session.step))
@@ -479,13 +517,18 @@ def _observed(session: Session, path: Path, news: list[str]) -> Iterator[None]:
             stack.enter_context(part("diagnostics.health:LayerHealth")(
                 *given, every=run.health_every, to=path / HEALTH, start=session.step,
                 tell=lambda text: news.append(f"layer health: {text}"),
-                outputs=not session.compiled,
+                outputs=run.compile == "no",
             ))  # fmt: skip
         yield
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def way_on(config: BaseConfig, resume: bool = True, **changes: object) -> str:
+    """Return what to type, or write, to go on with a run, or to train it anew, with changes."""
+    return typed(config.COMMAND, config_to_table(config)["run"], changes, resume=resume)
 
 
 # SIGTERM and Ctrl-C are requests that the loop honours between two steps.

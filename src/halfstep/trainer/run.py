@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import shlex
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -48,6 +47,7 @@ from halfstep.trainer.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     reached,
+    require_writable,
     set_aside,
 )
 from halfstep.trainer.config.config import (
@@ -58,7 +58,7 @@ from halfstep.trainer.config.config import (
 )
 from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.environment import environment
-from halfstep.trainer.loop import Tick, train
+from halfstep.trainer.loop import Tick, train, way_on
 from halfstep.trainer.session import Session
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -359,6 +359,9 @@ def execute(
     with ExitStack() as stack:
         stack.callback(session.task.close)
         _introduce(session, say)
+        if resuming != "last-good":  # which goes on where a folder cannot be reached
+            given = filter(None, (session.config.run.checkpoint_dir, session.config.run.second_dir))
+            world.main_only(lambda: [*map(require_writable, given)])
         opened = lock_run if resuming else partial(create_run, session=session)
         if (lock := world.main_only(lambda: opened(path))) is not None:
             stack.enter_context(lock)
@@ -382,19 +385,11 @@ def execute(
         return RunOutcome(last, written, judged)
 
 
-def way_on(config: BaseConfig) -> str:
-    """Return what to type, or write, to go on with a run."""
-    path = config.run.output_dir
-    if not config.COMMAND:
-        return f"go on: halfstep.Trainer(..., output_dir={path!r}).train(resume=True)"
-    return f"go on: halfstep {config.COMMAND} --resume --output-dir {shlex.quote(path)}"
-
-
 def _say_how_to_go_on(
     config: BaseConfig, _: object, error: BaseException | None, __: object
 ) -> None:
     if isinstance(error, KeyboardInterrupt):  # of a second signal, or outside of the steps
-        error.args = (way_on(config),)
+        error.args = (f"go on: {way_on(config)}",)
 
 
 def _introduce(session: Session, say: Say) -> None:
@@ -408,7 +403,7 @@ def _introduce(session: Session, say: Say) -> None:
     if session.auto:
         notes.append(f"precision auto took {config.precision}: {session.auto}")
     notes += session.task.notes
-    if session.compiled and support.status == "simulated":
+    if config.run.compile == "yes" and support.status == "simulated":
         notes.append("--compile has no effect: torch compiles nothing around a simulation")
     for note in notes:
         say(f"note: {note}")

@@ -12,29 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils._triton import has_triton
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.strategy import Strategy, choose_strategy
+from halfstep.distributed.strategy import ParallelPlan, Strategy, choose_strategy
 from halfstep.distributed.world import World, broadcast_tensors_
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim.state import as_values, in_dtype
-from halfstep.precision.casting.autocast import require_support
+from halfstep.precision.casting.autocast import require_support, support
 from halfstep.precision.masters.local_part import reshard_
 from halfstep.precision.masters.rounding import REMAINDER
 from halfstep.precision.masters.stepping import OwnOptimizer
 from halfstep.precision.policy.devices import choose
-from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import AVERAGE, BUFFER, Checkpoint, by_kind
-from halfstep.trainer.compiling import compiled_, tune_, with_choice
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.shards import Shard, shard_of
-from halfstep.trainer.step import Ahead, Evaluation, Judge, LossSum, MicroBatches
+from halfstep.trainer.step import Ahead, Batch, Evaluation, Judge, LossSum, MicroBatches
 from halfstep.trainer.tasks.task import Task, dropout_seed, facts, micro_batches
 
 if TYPE_CHECKING:
@@ -47,13 +48,19 @@ _TASKS: Mapping[type[BaseConfig], str] = {
     LMConfig: "trainer.tasks.lm:LMTask",
 }
 
+WORTHWHILE = 3000
+"""Steps from which ``auto`` compiles on CUDA.
+
+A GPT-2 of 124 M parameters took over 28 seconds to compile on an H200, 4 from torch's cache, and a
+compiled step saved 11 of 45 ms (benchmarks/results/h100-2026-11-27.jsonl).
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Best:
     """The best evaluation so far."""
 
     step: int
-    score: float
     evaluation: Evaluation
 
 
@@ -105,11 +112,6 @@ class Session:
         progress = precision.progress if scaled else precision.outcome.progress
         return self.step - progress.skipped_total
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the model runs through ``torch.compile``."""
-        return self.config.run.compile == "yes"
-
     def micro_batches(self, step: int) -> MicroBatches:
         """Return this rank's micro-batches of a step, on the host.
 
@@ -148,7 +150,7 @@ class Session:
         """Remember an evaluation of this step; return whether it is the best so far."""
         if self.best is not None and _rank(evaluation) <= _rank(self.best.evaluation):
             return False
-        self.best = Best(self.step, _rank(evaluation)[0], evaluation)
+        self.best = Best(self.step, evaluation)
         return True
 
     def checkpoint(self) -> Checkpoint:
@@ -244,7 +246,7 @@ class Session:
             buffer.copy_(buffers[name])
         self.step, self.tokens = state["step"], state["tokens"]
         if best := state.get("best"):
-            self.best = Best(best["step"], best["score"], Evaluation(**best["evaluation"]))
+            self.best = Best(best["step"], Evaluation(**best["evaluation"]))
 
 
 # Making a session.
@@ -316,3 +318,58 @@ def _precision(
     )
     strategy.attach_(precision)
     return ema, precision
+
+
+# Whether a run compiles its model, by ``torch.compile``, and how; what else CUDA is told.
+
+
+def with_choice(config: BaseConfig, policy: PrecisionPolicy, device: torch.device) -> BaseConfig:
+    """Decide what ``compile = "auto"`` means here, and say ``yes`` or ``no`` in its place.
+
+    On a CPU it means no. A GPT of 14 M parameters took 55 s to compile there; in ``bf16-mixed`` its
+    step by halfstep's own kernels takes 0.65 of the time of the compiled one, in ``fp32`` 1.02
+    (docs/training.md).
+    """
+    run, native = config.run, support(policy, device).status == "native"
+    wins = device.type == "cuda" and native and has_triton()
+    if run.compile == "auto":
+        run = dataclasses.replace(
+            run, compile="yes" if wins and run.max_steps >= WORTHWHILE else "no"
+        )
+    return dataclasses.replace(config, run=run)
+
+
+def compiled_(task: Task, plan: ParallelPlan, layout: Layout) -> LossSum:
+    """Return the task's loss, compiled; where ranks hold parts of the weights, by block.
+
+    The hooks that gather a block's weights run around its graph, not in it; sums over tensor ranks
+    are in it. Where batches differ in their lengths, one graph is for all of them, and is not
+    compiled again for the next length.
+    """
+    if layout.shard * layout.tensor > 1 or task.by_block:
+        for block in plan.blocks:
+            block.forward = torch.compile(block.forward)
+        return task.loss_sum
+    compiled: LossSum = torch.compile(task.loss_sum)
+    if not task.lengths_vary:
+        return compiled
+
+    def loss_sum(batch: Batch) -> tuple[Tensor, Tensor]:
+        for tensor in tree_leaves(batch):
+            torch._dynamo.maybe_mark_dynamic(tensor, [*range(tensor.dim())])
+        return compiled(batch)
+
+    return loss_sum
+
+
+def tune_(model: nn.Module, policy: PrecisionPolicy, device: torch.device) -> list[str]:
+    """Lay convolutions in 16 bits out as CUDA runs them fastest, and say what holds on CUDA."""
+    notes = []
+    if device.type == "cuda" and policy.compute_dtype == torch.float32:
+        off = "off, also in convolutions, for which torch's default is on (--precision tf32)"
+        notes.append(f"TF32 is {'on' if policy.tf32 else off}")
+    images = any(isinstance(m, nn.Conv2d) for m in model.modules())
+    if device.type == "cuda" and policy.compute_dtype in LOW and images:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        notes.append("images are laid out as channels_last")
+    return notes

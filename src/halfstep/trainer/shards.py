@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import _TYPES
 from torch import Tensor
 
 from halfstep.errors import CheckpointError, NonFiniteError
-from halfstep.files import Where, below, write_hashed
+from halfstep.files import Where, below, each_of, write_hashed
 from halfstep.optim.state import in_dtype, tops_of
 from halfstep.precision.scaling.gradients import is_finite
 
@@ -40,7 +40,8 @@ _FILE = re.compile(
     r"|state\.json|(weights|optimizer)(-\d{5,}-of-\d{5,})?\.safetensors"  # of version 0.2
 )
 BUCKET = 1 << 24
-"""Bytes of a file, which are copied to write or read it: so few that their memory is reused."""
+"""Bytes of a file, which are copied to read it, or to write it from another device than the CPU."""
+_DTYPES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +111,16 @@ class LocalShard(NamedTuple):
 
 
 def write_shards(shards: Iterable[LocalShard], folder: Where, rank: int) -> dict[str, Any]:
-    """Write a rank's shards, a bucket at a time; return its index.
+    """Write a rank's shards, a few buckets at a time; return its index.
+
+    When it returns the tensors may change; their files last when :func:`make_lasting` says so.
 
     Raises:
         NonFiniteError: At the first tensor with a NaN or inf.
         CheckpointError: If a tensor does not have its shard's shape.
         StorageError: If a file cannot be written.
     """
-    index: dict[str, Any] = {}
-    bucket: dict[str, tuple[dict[str, Any], Tensor]] = {}
-
-    def close_bucket() -> None:
-        boxes = {name: box for name, (box, _) in bucket.items()}
-        about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(boxes)}
-        content = save({name: piece for name, (_, piece) in bucket.items()}, about)
-        file = f"shard-{rank + 1:05d}-model-{len(index) + 1:05d}.safetensors"
-        index[file] = {"sha256": write_hashed(below(folder, file), content), "tensors": boxes}
-        bucket.clear()
-
+    buckets: list[dict[str, tuple[dict[str, Any], Tensor]]] = []
     for section, name, tensor, shard in shards:
         if tuple(tensor.shape) != shard.local:
             raise CheckpointError(
@@ -138,14 +131,23 @@ def write_shards(shards: Iterable[LocalShard], folder: Where, rank: int) -> dict
             raise NonFiniteError(name, cause="weights", parameters=(name,))
         about = {"dtype": str(tensor.dtype).removeprefix("torch."), "section": section}
         for offset, piece in _pieces(tensor.detach(), shard):
-            held = sum(each.nbytes for _, each in bucket.values())
-            if name in bucket or (bucket and held + piece.nbytes > BUCKET):
-                close_bucket()
+            held = sum(each.nbytes for _, each in buckets[-1].values()) if buckets else 0
+            if not buckets or name in buckets[-1] or held + piece.nbytes > BUCKET:
+                buckets.append({})
             box = {"saved_offsets": offset, "size": tuple(piece.shape), "shape": shard.shape}
-            bucket[name] = box | about, _alone(piece.cpu())
-    if bucket:
-        close_bucket()
-    return index
+            buckets[-1][name] = box | about, piece
+    index: dict[str, Any] = {}
+
+    def write(numbered: tuple[int, dict[str, tuple[dict[str, Any], Tensor]]]) -> None:
+        number, bucket = numbered
+        boxes = {name: box for name, (box, _) in bucket.items()}
+        parts = _as_safetensors(boxes, {name: piece for name, (_, piece) in bucket.items()})
+        file = f"shard-{rank + 1:05d}-model-{number:05d}.safetensors"
+        sha = write_hashed(below(folder, file), *parts, lasting=False)
+        index[file] = {"sha256": sha, "tensors": boxes}
+
+    each_of(write, enumerate(buckets, 1))
+    return dict(sorted(index.items()))
 
 
 def _pieces(tensor: Tensor, shard: Shard) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -159,10 +161,23 @@ def _pieces(tensor: Tensor, shard: Shard) -> Iterator[tuple[tuple[int, ...], Ten
         yield (shard.offset[0] + start, *shard.offset[1:]), tensor[start : start + rows]
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """Make a tensor contiguous in a storage of its own, as safetensors refuses shared storages."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _as_safetensors(boxes: dict[str, Any], pieces: Mapping[str, Tensor]) -> list[Any]:
+    """A file's content in parts; what is on the CPU and contiguous is not copied.
+
+    **Source:** https://github.com/huggingface/safetensors, "Format".
+    """
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(boxes)}
+    header: dict[str, Any] = {"__metadata__": about}
+    ordered = sorted(pieces.items(), key=lambda each: -each[1].element_size())  # all lie aligned
+    end = 0
+    for name, piece in ordered:
+        start, end = end, end + piece.nbytes
+        dtype = _DTYPES[piece.dtype]
+        header[name] = {"dtype": dtype, "shape": piece.shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = (piece.cpu().contiguous().view(-1).view(torch.uint8).numpy() for _, piece in ordered)
+    return [len(text).to_bytes(8, "little") + text, *data]
 
 
 # What any rank reads.

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 import halfstep.optim as optim
 from halfstep.errors import DataError
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
 
@@ -54,8 +53,6 @@ def seed_dropout(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
-    if torch.backends.mps.is_available():
-        torch.mps.manual_seed(seed)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -265,7 +262,7 @@ def mean_loss(batches: Iterable[Batch], judge: Judge) -> tuple[float, int]:
     with judge.around():
         for batch in batches:
             found = judge.loss_sum(to_device(batch, judge.device))
-            sums = sums + torch.stack([in_fp64(each) for each in found])
+            sums = sums + torch.stack([each.double() for each in found])
     total, count = judge.sum(sums.expand(2).tolist())
     if not count:
         raise DataError("the validation data has no target token; give more data with --val-data")

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+import safetensors.torch
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.strategy import ParallelPlan
-from halfstep.distributed.world import World, open_world
+from halfstep.distributed.strategy import ParallelPlan, plan_of
+from halfstep.distributed.world import World, broadcast_tensors_, open_world
 from halfstep.errors import ConfigError
 from halfstep.precision.border import require_model
+from halfstep.precision.casting.autocast import tensors_in
+from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig, did_you_mean
 from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.loop import Tick
+from halfstep.trainer.models.pretrained import new_folder
 from halfstep.trainer.run import (
     Resume,
     begin,
@@ -35,10 +45,13 @@ from halfstep.trainer.run import (
     run_config,
     with_run_folder,
 )
-from halfstep.trainer.session import Session, open_session
-from halfstep.trainer.step import Evaluation
-from halfstep.trainer.tasks.module import Loss, Measure, ModuleTask, Parts
+from halfstep.trainer.session import open_session
+from halfstep.trainer.step import Batch, Evaluation, Judge, to_device
+from halfstep.trainer.tasks.epochs import EpochTask
+from halfstep.trainer.tasks.task import dropout_seed, micro_batches, share_of
 
+Loss = Callable[[nn.Module, Any], Tensor]
+Measure = Callable[[nn.Module, Any], Mapping[str, Tensor | float]]
 _SECTIONS: Mapping[str, type] = {
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
@@ -48,9 +61,9 @@ _KEYS = {
     field.name: section
     for section, kind in _SECTIONS.items()
     for field in dataclasses.fields(kind)
-    if field.name not in ("name", "decay", "best_by")
+    if field.name not in ("name", "decay")
 }
-"""Setting name to its section. The three left out are explicit arguments of ``Trainer``."""
+"""Setting name to its section. The two left out are explicit arguments of ``Trainer``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,34 +168,17 @@ class Trainer:
         """Store what is to be trained, and check all that can be checked before training."""
         require_model(model, "Trainer(model)")
         self._config: Any = _config_of(name, precision, optimizer, schedule, settings)
-        self._parts = Parts(
-            model=model,
-            train_data=train_data,
-            loss=loss,
-            val_data=val_data,
-            evaluate=evaluate,
-            targets=targets,
-            collate=collate,
-            num_workers=num_workers,
-            optimizer=None if isinstance(optimizer, str) else optimizer,
-            schedule=None if isinstance(schedule, str) else schedule,
-            plan=plan,
-            best_by=best_by,
-        )
+        self.model, self.train_data, self.loss = model, train_data, loss
+        self.val_data, self.evaluate, self.best_by = val_data, evaluate, best_by
+        self.targets, self.collate, self.num_workers = targets, collate, num_workers
+        # None: what the configuration names
+        self.optimizer = None if isinstance(optimizer, str) else optimizer
+        self.schedule = None if isinstance(schedule, str) else schedule
+        self.plan = plan
         self._callbacks = callbacks
         self._quiet = quiet
-        self._session: Session | None = None
-
-    @property
-    def session(self) -> Session:
-        """The run in memory, for callbacks; it exists only while :meth:`train` runs.
-
-        Raises:
-            ConfigError: If :meth:`train` is not running.
-        """
-        if self._session is None:
-            raise ConfigError("Trainer.session exists while train() runs: use it in a callback")
-        return self._session
+        self.session: Any = None
+        """The run in memory (a ``Session``), for callbacks; None while none is trained."""
 
     def stop(self) -> None:
         """End the run after one more step, with an evaluation and a checkpoint; for callbacks.
@@ -216,13 +212,15 @@ class Trainer:
         with world if own else nullcontext():
             config, path, resuming = self._placed(world, how)
             keep_freed_memory(sharded=Layout.of(config.run.parallel).shard > 1)
-            self._session = session = open_session(config, world=world, opens=self._open)
+            self._silent = self._quiet or not world.is_main
+            opens = partial(ModuleTask, self)
+            self.session = session = open_session(config, world=world, opens=opens)
             session.followed = bool(self._callbacks)
             try:
                 outcome = execute(session, path, self._say, self._ticked, resuming=resuming)
             finally:
                 session.precision.close()
-                self._session = None
+                self.session = None
             for text in filter(None, (outcome.written, outcome.verdict)):
                 self._say(text)
             last, best = outcome.last, session.best
@@ -244,10 +242,6 @@ class Trainer:
         saved = run_config(path)
         wanted = self._config.filled(saved)
         return resumed(saved, wanted, path, other_precision=True), path, how
-
-    def _open(self, config: Any, world: World, layout: Layout) -> ModuleTask:
-        self._silent = self._quiet or not world.is_main
-        return ModuleTask(self._parts, config, layout, world)
 
     def _say(self, text: str) -> None:
         if not self._silent:
@@ -284,3 +278,228 @@ def _config_of(
     if isinstance(schedule, str):
         table["schedule"]["decay"] = schedule
     return config_from_table({"task": ModuleConfig.TASK, **table})
+
+
+# The task behind it.
+
+
+class ModuleTask(EpochTask):
+    """A module, a loss and a dataset: a :class:`~halfstep.trainer.tasks.task.Task`."""
+
+    config: ModuleConfig
+
+    def __init__(self, given: Trainer, config: ModuleConfig, world: World, layout: Layout) -> None:
+        """Copy rank 0's weights of the module to all ranks; ``given`` has what the user gave."""
+        self.model = given.model
+        self.evaluates = self.keeps_best = given.val_data is not None
+        self.notes: list[str] = []
+        self._given = given
+        if world.size > 1:
+            broadcast_tensors_([*self.model.parameters(), *self.model.buffers()])
+        self.deal(config, np.ones(len(given.train_data)))  # an item counts as one token
+        shapes = "".join(f"{n} {tuple(p.shape)} " for n, p in self.model.named_parameters())
+        self.identity = {
+            "model": hashlib.sha256(shapes.encode()).hexdigest(),
+            "data": f"{len(given.train_data)} items",
+        }
+        world.require_same(self.identity)
+        self._share = layout.batch_rank(world.rank), layout.batch_ranks
+        self._train = _Seeded(given.train_data)
+        self._made: Iterator[Any] = iter(())
+        """Batches that worker processes make ahead of time."""
+        self._order: Iterator[tuple[int, range]] = iter(())
+        """Step and rows of each of them."""
+
+    def summary(self) -> str:
+        """Describe the run by its numbers of parameters and training items."""
+        count = sum(p.numel() for p in self.model.parameters())
+        return f"{count:,} parameters, {len(self._given.train_data):,} training items"
+
+    def plan(self, layout: Layout) -> ParallelPlan:
+        """Return the user's plan, or else the module's own if the layout splits the module."""
+        if self._given.plan is not None:
+            return self._given.plan
+        splits = layout.shard > 1 or layout.tensor > 1
+        return plan_of(self.model) if splits else ParallelPlan(blocks=())
+
+    def optimizer(self, policy: PrecisionPolicy) -> Optimizer:
+        """Return the user's optimizer, or else the one that the configuration names."""
+        given = self._given.optimizer
+        if given is None:
+            return super().optimizer(policy)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = given if isinstance(given, Optimizer) else given(trained)
+        own = {id(p) for p in trained}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "Trainer(optimizer) holds parameters that the model does not have, or no longer "
+                "has since it was laid out over the ranks; give a function instead, such as "
+                "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
+            )
+        return optimizer
+
+    def learning_rate(self, peak: float, applied: int) -> float:
+        """Follow the user's schedule, applied steps (from 0) to factor, or the configuration's."""
+        if self._given.schedule is None:
+            return super().learning_rate(peak, applied)
+        return peak * float(self._given.schedule(applied))
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """Return what ``collate`` makes of the rows' items; depends on seed, step and rows only."""
+        if not self._given.num_workers:
+            return self._given.collate(self._train.__getitems__(self._keys(step, rows)))
+        # not the batch that the loader makes next: the first one, or one after a resume
+        if next(self._order, None) != (step, rows):
+            self._order = self._plan(step, rows)
+            next(self._order)
+            keys = (self._keys(*place) for place in self._plan(step, rows))
+            self._made = iter(
+                DataLoader(
+                    self._train,
+                    batch_sampler=keys,
+                    num_workers=self._given.num_workers,
+                    collate_fn=self._given.collate,
+                )
+            )
+        return next(self._made)
+
+    def _keys(self, step: int, rows: range) -> list[tuple[int, int]]:
+        seed = dropout_seed(self.config.run.seed + 1, step, rows.start)
+        indices = self.batches.indices(step).tolist()
+        return [(seed, indices[row]) for row in rows]
+
+    def _plan(self, step: int, rows: range) -> Iterator[tuple[int, range]]:
+        """Yield this rank's micro-batches from these rows on, to the end of the run."""
+        run = self.config.run
+        for later in range(step, run.max_steps):
+            for part in micro_batches(self.batch_size(later), *self._share, run.grad_accum):
+                if later > step or part.start >= rows.start:
+                    yield later, part
+
+    def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the user's mean loss times its count."""
+        mean, count = self._given.loss(self.model, batch), self.targets(batch)
+        if not count:  # a mean over nothing is NaN, and adds nothing
+            mean = mean.nan_to_num(0.0, 0.0, 0.0)
+        return mean * count, torch.full((), count, device=mean.device)  # not copied from the host
+
+    def targets(self, batch: Batch) -> float:
+        """Count the batch's targets by the user's function or, without one, its rows."""
+        return rows_of(batch) if self._given.targets is None else self._given.targets(batch)
+
+    @torch.no_grad()
+    def evaluate(self, judge: Judge) -> Evaluation:
+        """Average the measures over the validation data, every item once over all ranks."""
+        sums: dict[str, list[Any]] = {}
+        for batch, counts in self._validation(judge):
+            with judge.around():
+                measured = self._measured(batch, judge)
+            for name, (total, count) in measured.items():
+                held = sums.setdefault(name, [0.0, 0.0])
+                if counts:
+                    held[0] += total
+                    held[1] += count
+        names = sorted(sums)
+        # the first of these waits for the device, once
+        flat = judge.sum([float(value) for name in names for value in sums[name]])
+        totals, every = dict(zip(names, flat[::2], strict=True)), flat[1::2]
+        means = {n: totals[n] / count for n, count in zip(names, every, strict=True)}
+        best_by = self._given.best_by
+        by = best_by.removeprefix("-")
+        others = {name: mean for name, mean in means.items() if name != "loss"}
+        shown = {"validation loss": means["loss"], **others}
+        return Evaluation(
+            loss=means["loss"],
+            targets=round(every[names.index("loss")]),
+            score=-means[by] if by == "loss" or best_by != by else means[by],
+            text=", ".join(f"{name} {mean:.4f}" for name, mean in shown.items()),
+            measures=others,
+        )
+
+    def _measured(self, batch: Batch, judge: Judge) -> dict[str, tuple[Tensor | float, float]]:
+        """Measure a batch: name to sum, which stays on the device, and count."""
+        here, evaluate = to_device(batch, judge.device), self._given.evaluate
+        if evaluate is None:
+            return {"loss": (judge.loss_sum(here)[0].double(), float(self.targets(batch)))}
+        rows = rows_of(batch)
+        return {
+            name: ((v.double() if isinstance(v, Tensor) else float(v)) * rows, float(rows))
+            for name, v in evaluate(self.model, here).items()
+        }
+
+    def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
+        """Write ``model/model.safetensors``: the best state's fp32 weights, and the buffers."""
+        weights, buffers = exported()
+        own = {n: p.detach() for n, p in self.model.named_parameters() if n not in weights}
+        frozen = {n: p for n, p in own.items() if not is_sharded(p)}
+        state = {n: t.to("cpu").contiguous() for n, t in {**frozen, **weights, **buffers}.items()}
+
+        with new_folder(folder / "model", replace=True) as empty:
+            safetensors.torch.save_file(state, empty / "model.safetensors", {"format": "pt"})
+        said = f"weights in {folder / 'model' / 'model.safetensors'}"
+        if len(frozen) < len(own):
+            said += " (without frozen weights that lie in parts on the ranks)"
+        return said
+
+    def close(self) -> None:
+        """Drop the DataLoader's iterator, which ends its worker processes."""
+        self._made = self._order = iter(())
+
+    def _validation(self, judge: Judge) -> Iterator[tuple[Batch, bool]]:
+        """Yield a rank's batches and whether they count; collectives need all ranks to run each.
+
+        Random augmentations of the items are the same in each evaluation.
+        """
+        run, data = self.config.run, _Seeded(self._given.val_data)
+        size, most = len(self._given.val_data), max(1, run.batch_size // run.grad_accum)
+        cuts = range(0, size, most)
+        for start in cuts[: run.eval_batches * run.grad_accum or len(cuts)]:
+            mine = share_of(min(most, size - start), judge.rank, judge.ranks)
+            rows = [start + row for row in mine] or [start]
+            seed = dropout_seed(run.seed, 0, rows[0])
+            items = data.__getitems__([(seed, row) for row in rows])
+            yield self._given.collate(items), bool(mine)
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset whose random augmentations depend on the run's seed, not on the worker process.
+
+    So a resumed run draws what an uninterrupted one would draw, with any number of workers.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        """Return the items of a batch from (seed, index) keys, which all carry the batch's seed."""
+        with _drawing_from(keys[0][0]):
+            indices = [index for _, index in keys]
+            if hasattr(self._data, "__getitems__"):
+                found: list[Any] = self._data.__getitems__(indices)
+                return found
+            return [self._data[index] for index in indices]
+
+
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def rows_of(batch: Batch) -> int:
+    """Return dim 0 of a batch's first tensor that has dims, as the number of its rows."""
+    for tensor in tensors_in(batch):
+        if tensor.dim():
+            return len(tensor)
+    raise ConfigError(
+        f"a batch of {type(batch).__name__} has no tensor whose rows could be counted; give "
+        "Trainer(targets=), a function from a batch to the number of things its loss is the mean of"
+    )

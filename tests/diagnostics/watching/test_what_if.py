@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.diagnostics.statistics.values import ROW, TensorStatistics, count_into_
-from halfstep.diagnostics.statistics.what_if import Window, what_if, window
+from halfstep.diagnostics.statistics.watch import Window, what_if, window
 from halfstep.formats import BF16, E4M3FN, E5M2, FP16, FloatFormat
 
 FORMATS = [FP16, BF16, E4M3FN, E5M2]
@@ -67,12 +67,12 @@ def test_the_window_is_where_real_rounding_says(form, seed):
 def test_a_window_is_of_all_gradients_together():
     small, large = torch.full((9,), 2.0**-30), torch.full((9,), 100.0)
     both = [statistics(small, name="a"), statistics(large, name="b")]
-    assert window(both) == Window(6, 9, "b")
-    assert window(both).fits
-    assert window([]) is None
-    assert window([statistics(torch.zeros(3))]) is None
+    assert window(both, FP16) == Window(6, 9, "b")
+    assert window(both, FP16).fits
+    assert window([], FP16) is None
+    assert window([statistics(torch.zeros(3))], FP16) is None
     x = torch.cat([torch.full((50,), 2.0**-40), torch.full((50,), 1000.0)])
-    found = window([statistics(x, name="head")])
+    found = window([statistics(x, name="head")], FP16)
     assert str(found) == "no scale fits: at least 2^15 is needed, and head allows 2^6 at most"
 
 

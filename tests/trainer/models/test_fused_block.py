@@ -2,17 +2,23 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from tests.trainer.runs import ON_CPU, run, small_config
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from halfstep import Precision, support
 from halfstep.kernels.library import loaded
+from halfstep.optim import AdamW
+from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.models import GPTConfig, gpt
 from halfstep.trainer.models.gpt import Block
 
 pytestmark = pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")
+NATIVE = support("bf16-mixed", "cpu").status == "native"
 CONFIG = GPTConfig(n_layer=1, n_head=4, n_embd=128, block_size=70, vocab_size=9, dropout=0.0)
 
 
@@ -29,8 +35,8 @@ def block(config=CONFIG, dtype=torch.float32):
 def fused(monkeypatch):
     """How often the one function ran."""
     runs = []
-    run = gpt._FusedBlock.apply
-    counted = staticmethod(lambda *a: (runs.append(1), run(*a))[1])
+    apply = gpt._FusedBlock.apply
+    counted = staticmethod(lambda *a: (runs.append(1), apply(*a))[1])
     monkeypatch.setattr(gpt._FusedBlock, "apply", counted)
     return runs
 
@@ -91,20 +97,9 @@ def test_checkpointing_copies_and_frozen_weights(fused):
     assert all(torch.equal(plain[name], frozen[name]) for name in frozen)
 
 
-class LowRank(nn.Linear):
-    """A layer with weight and bias, as the block's own, and with more in its forward."""
-
-    def __init__(self, inner):
-        super().__init__(inner.in_features, inner.out_features)
-        self.load_state_dict(inner.state_dict())
-
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class Doubled(nn.Module):
-    def forward(self, x):
-        return 2 * x
+def subclassed(m, place):
+    layer = m.get_submodule(place)
+    layer.__class__ = type("Own", (type(layer),), {})
 
 
 class Own(nn.Parameter):
@@ -115,40 +110,48 @@ CHANGES = {
     "hook": lambda m: m.mlp.up.register_forward_hook(lambda *_: None),
     "outer hook": lambda m: m.attn.register_full_backward_hook(lambda *_: None),
     "forward": lambda m: setattr(m.attn.proj, "forward", lambda x: x),
+    "another's forward": lambda m: setattr(m.attn.proj, "forward", m.attn_norm.forward),
     "tensor": lambda m: setattr(m.mlp.down, "weight", Own(m.mlp.down.weight.detach())),
-    "attention": lambda m: setattr(m, "attn", Doubled()),
-    "MLP": lambda m: setattr(m, "mlp", Doubled()),
     "no bias": lambda m: setattr(m.mlp.up, "bias", None),
-    **{
-        place: lambda m, place=place: m.set_submodule(place, LowRank(m.get_submodule(place)))
-        for place in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down")
-    },
+    **{place: partial(subclassed, place=place) for place in gpt._AS_BUILT},
 }
+RULES = {n: f",keep_fp32=0.{n}" for n in ("attn_norm", "attn", "attn.qkv", "mlp", "mlp.*")}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_layer_runs_itself(change, fused):
-    model = block()
-    CHANGES[change](model)
+@pytest.mark.parametrize("change", ["", *CHANGES, *RULES])
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_changed_layer_runs_itself(change, policy, late, fused):
+    model, rule = nn.Sequential(block()), RULES.get(change, "")
+    changed = CHANGES.get(change, lambda _: None)
+    if not late:
+        changed(model[0])
+    precision = Precision(policy + rule, model, AdamW(model.parameters()))
+    if late:
+        changed(model[0])
     x = torch.randn(2, 10, 128, requires_grad=True)  # hooks on gradients want one
-    with torch.autocast("cpu", torch.bfloat16):
+    with precision.autocast():
         model(x).sum().backward()
-    assert fused == []
+    assert len(fused) == (NATIVE and not change)
 
 
-def test_dropout_and_other_formats_run_layer_by_layer(fused):
+@pytest.mark.parametrize("policy", ON_CPU)
+def test_the_trainer_takes_it_under_each_bf16_policy(policy, fused, corpus, tmp_path, monkeypatch):
+    blocks, compute = [], Block._compute
+    monkeypatch.setattr(Block, "_compute", lambda *a: (blocks.append(1), compute(*a))[1])
+    run(small_config(corpus, policy, run__max_steps=2), tmp_path / "run")
+    assert len(blocks) > 2
+    taken = NATIVE and POLICIES[policy].compute_dtype == torch.bfloat16
+    assert len(fused) == taken * len(blocks)
+
+
+def test_dropout_runs_layer_by_layer(fused):
     x = torch.randn(2, 10, 128)
     model = block()
-    model(x)  # fp32
-    with torch.autocast("cpu", torch.float16):
-        model(x)
-    for part in ("block", "attention alone"):
-        model.dropout.p = 0.1 if part == "block" else 0.0
-        model.attn.dropout = 0.0 if part == "block" else 0.5
-        with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16):
+        for model.dropout.p, model.attn.dropout in ((0.1, 0.0), (0.0, 0.5)):
             assert not torch.equal(model.train()(x), model(x))
             assert fused == []
-    with torch.autocast("cpu", torch.bfloat16):
         model.eval()(x)
     assert fused == [1]
 

@@ -17,12 +17,12 @@ from tests.trainer.models.pretrained_folders import (
 )
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.classifier import open_classifier
 from halfstep.trainer.models.pretrained import (
     open_folder,
     open_tokenizer,
     resolve_source,
 )
+from halfstep.trainer.tasks.classify import open_classifier
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from tests.trainer.models.pretrained_folders import (
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.causal_lm import open_causal_lm
-from halfstep.trainer.models.classifier import open_classifier
 from halfstep.trainer.models.pretrained import quiet
+from halfstep.trainer.tasks.classify import open_classifier
 
 NAMES = ("joy", "anger", "fear")
 KINDS = ["Bert", "Roberta", "Albert"]

@@ -14,8 +14,8 @@ from tests.trainer.models.pretrained_folders import (
 
 from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.trainer.models import pretrained
-from halfstep.trainer.models.classifier import open_classifier
 from halfstep.trainer.models.pretrained import open_tokenizer as opened
+from halfstep.trainer.tasks.classify import open_classifier
 
 
 def open_tokenizer(folder, max_length=99, **more):

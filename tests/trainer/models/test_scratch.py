@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.models.classifier import (
+from halfstep.trainer.models.pretrained import open_tokenizer
+from halfstep.trainer.tasks.classify import (
     SIZES,
     make_classifier,
     scratch_size,
     train_tokenizer,
 )
-from halfstep.trainer.models.pretrained import open_tokenizer
 
 TEXTS = ["你好你好你好世界", "你好，Hello hello world", "世界世界 hello", "［泪］[泪][泪] ok"] * 3
 TIED = [chr(0x4E00 + number) for number in range(400)]

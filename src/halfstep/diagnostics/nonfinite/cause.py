@@ -275,13 +275,6 @@ class Cause:
         named = self.cause_class == "data not finite" and self.samples
         return f"{text}: {self._where()[0]}" if named else text
 
-    @property
-    def place(self) -> str:
-        """Direction, module and node, as words."""
-        where = f"{self.direction} of {self.module or 'the model'} ({self.class_name})"
-        where = where if self.class_name else "outside the model's modules"
-        return f"{where}, {self.node}" if self.node else where
-
     def _where(self) -> list[str]:
         """Which samples, and which micro-batch, as words."""
         numbers = ", ".join(map(str, self.samples))
@@ -300,8 +293,10 @@ class Cause:
         return "; ".join([line, *self._where()])
 
     def _operation(self, what: str) -> str:
-        form = dtype_name(self.dtype)
-        return f"{what}: {self.op} in {form}, {self.place}"
+        where = f"{self.direction} of {self.module or 'the model'} ({self.class_name})"
+        where = where if self.class_name else "outside the model's modules"
+        where = f"{where}, {self.node}" if self.node else where
+        return f"{what}: {self.op} in {dtype_name(self.dtype)}, {where}"
 
     def _share_of(self, value: float) -> str:
         """How much of the format's range a value takes, where that is worth a word."""

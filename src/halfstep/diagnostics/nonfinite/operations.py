@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
 from halfstep.precision.masters.local_part import dense
-from halfstep.precision.scaling.gradients import in_fp64
 
 Kind = Literal[
     "overflow",
@@ -213,7 +212,7 @@ def count(value: Tensor | float) -> Counts:
         (v == 0).sum(),
         torch.where(v.isfinite(), v, 0).abs().max(),
     ]
-    *whole, largest = torch.stack([in_fp64(n) for n in numbers]).tolist()
+    *whole, largest = torch.stack([n.double() for n in numbers]).tolist()
     nan, plus, minus, zero = map(int, whole)
     return Counts(nan, plus, minus, zero, largest)
 

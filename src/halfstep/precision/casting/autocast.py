@@ -35,7 +35,7 @@ from halfstep.precision.casting.op_casts import (
 )
 from halfstep.precision.masters.accumulation import is_running
 from halfstep.precision.policy.devices import cpu_has_bf16, first_capability
-from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
 
@@ -106,12 +106,8 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
         fp16 = what == "bf16" and has >= first_capability("fp16")
         lacks = f"{here} has no {what} tensor cores ({'{}.{}'.format(*needed)} has)"
         return Support("refused", lacks, "fp16-mixed" if fp16 else "fp32")
-    if device.type == "mps" and torch.backends.mps.is_available():
-        if policy == POLICIES["fp32"]:
-            return Support("native", "a Mac's GPU computes in fp32")
-        return Support("refused", "halfstep was never run on a Mac's GPU, but in fp32", "fp32")
-    missing = {"cuda": "torch sees no CUDA device", "mps": "torch sees no GPU of a Mac (mps)"}
-    reason = missing.get(device.type, f"device {device.type!r} is not supported yet")
+    known = device.type == "cuda"
+    reason = "torch sees no CUDA device" if known else f"device {device.type!r} is not supported"
     if policy.recipes() and not policy.simulate:
         policy = replace(policy, simulate=True)
     return Support("refused", reason, f"{'fp32' if policy.tf32 else policy} on --device cpu")
@@ -480,11 +476,12 @@ def _holds(value: object, dtype: torch.dtype) -> bool:
 
 
 @cache
-def _is_composite(func: Any) -> bool:
-    """Whether an operator is composed of other operators, whose kernels are to be replaced."""
+def _may_multiply(func: Any) -> bool:
+    """Whether an operator's kernel is to be replaced, or those of what it is composed of."""
     if func.namespace == "prim":  # a query such as a tensor's device, which runs no kernel
         return False
-    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return func in _REROUTED or bool(func.has_kernel_for_dispatch_key(composite))
 
 
 class SimulatedProducts(TorchDispatchMode):
@@ -520,20 +517,19 @@ class SimulatedProducts(TorchDispatchMode):
             return NotImplemented  # its class has kernels, whose products come here again
         # the casting modes have already seen this call; what it runs is not the model's own call
         with torch._C.DisableTorchFunction():
-            if func not in _REROUTED and not _is_composite(func):  # nearly all
-                return func(*args, **(kwargs or {}))
-            return self.run(func, args, kwargs or {})
+            if _may_multiply(func):
+                return self.run(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))  # nearly all
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, through fp32 if it is a 16-bit product."""
         low = self.dtype
-        rerouted = func in _REROUTED
-        if not (rerouted or _is_composite(func)) or not any(_holds(arg, low) for arg in args):
+        if not any(_holds(arg, low) for arg in args):
             return func(*args, **kwargs)
         floating = (a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point())
         if func in _PRODUCTS and any(dtype != low for dtype in floating):
             return func(*args, **kwargs)  # torch refuses operands of two dtypes, here too
-        if not rerouted:
+        if func not in _REROUTED:
             if any(isinstance(arg, Tensor) and arg.is_nested for arg in args):
                 return func(*args, **kwargs)  # a kernel of its own, which is no composite
             # Without gradients a composite such as linear arrives whole, so decompose it.

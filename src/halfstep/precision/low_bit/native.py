@@ -38,8 +38,7 @@ def why_not_native(name: str, device: torch.device) -> str:
     """Why a device that is here does not multiply in a scheme natively; empty where it does."""
     scheme = SCHEMES[name]
     if device.type != "cuda":
-        known = {"cpu": "a CPU", "mps": "a Mac's GPU"}
-        return f"{known.get(device.type, device.type)} has no {name} products"
+        return f"{'a CPU' if device.type == 'cpu' else device.type} has no {name} products"
     if torch.version.hip:
         return f"halfstep has no {name} products for AMD's GPUs"
     has = torch.cuda.get_device_capability(device)
@@ -132,8 +131,10 @@ def laid(q: Quantized) -> tuple[Tensor, Tensor]:
         return codes, _by_columns(scales, block[0])
     if block[0] > 1:
         scales = scales.repeat_interleave(block[0], 0)
-    wide = swizzled(scales)
-    return (packed_e2m1(codes) if q.format.element is E2M1 else codes), wide
+    if q.format.element is E2M1:  # two in a byte along K, the first in the lower half
+        pairs = codes.reshape(codes.shape[0], -1, 2)
+        codes = pairs[..., 0] | pairs[..., 1] << 4
+    return codes, swizzled(scales)
 
 
 def _by_columns(scales: Tensor, height: int) -> Tensor:
@@ -159,9 +160,3 @@ def swizzled(scales: Tensor) -> Tensor:
     full = F.pad(scales, (0, -columns % _TILE_COLUMNS, 0, -rows % _TILE_ROWS))
     tiles = full.reshape(-1, 4, 32, full.shape[1] // _TILE_COLUMNS, _TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
-
-
-def packed_e2m1(codes: Tensor) -> Tensor:
-    """Codes of 4 bits, (rows, K), two in a byte along K, the first in the lower half."""
-    pairs = codes.reshape(codes.shape[0], -1, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4

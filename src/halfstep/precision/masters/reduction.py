@@ -259,42 +259,29 @@ def start_sum(
 
     What is sent is multiplied by ``scale``: the loss scale for fp16, where small ones underflow.
     """
-    if dist.get_world_size(group) == 1:  # one rank's are the sums, and are not rounded for sending
+    ranks = dist.get_world_size(group)
+    if ranks == 1:  # one rank's are the sums, and are not rounded for sending
         return lambda: None
     if dtype == torch.float32:
         work: Any = dist.all_reduce(flat, group=group, async_op=True)
         return lambda: work.wait()
-    rounded = RoundedSum(flat.mul(scale).to(dtype) if scale != 1.0 else flat.to(dtype), group)
+    values = (flat.mul(scale) if scale != 1.0 else flat).to(dtype)
+    buffer = torch.nn.functional.pad(values, [0, -len(values) % ranks])
+    received = torch.empty_like(buffer).view(ranks, -1)
+    sent: Any = dist.all_to_all_single(received.view(-1), buffer, group=group, async_op=True)
 
     def complete() -> None:
-        flat.copy_(rounded.result())
+        sent.wait()
+        part = add_by_rank(received)
+        # torch 2.13 renames the function
+        new = hasattr(dist, "all_gather_single")
+        name = "all_gather_single" if new else "all_gather_into_tensor"
+        getattr(dist, name)(buffer, part, group=group)
+        flat.copy_(buffer[: len(flat)])
         if scale != 1.0:
             flat.mul_(1.0 / scale)
 
     return complete
-
-
-class RoundedSum:
-    """A sum with 16 bits on the wire and additions in fp32."""
-
-    def __init__(self, values: Tensor, group: dist.ProcessGroup) -> None:
-        """Exchange parts of ``values``, which is 1-D and 16-bit."""
-        self._group, self._elements, ranks = group, len(values), dist.get_world_size(group)
-        self._buffer = torch.nn.functional.pad(values, [0, -len(values) % ranks])
-        self._received = torch.empty_like(self._buffer).view(ranks, -1)
-        self._work: Any = dist.all_to_all_single(
-            self._received.view(-1), self._buffer, group=group, async_op=True
-        )
-
-    def result(self) -> Tensor:
-        """Add the received parts in rank order, and gather the sums."""
-        self._work.wait()
-        part = add_by_rank(self._received)
-        # torch 2.13 renames the function
-        new = hasattr(dist, "all_gather_single")
-        name = "all_gather_single" if new else "all_gather_into_tensor"
-        getattr(dist, name)(self._buffer, part, group=self._group)
-        return self._buffer[: self._elements]
 
 
 def add_by_rank(received: Tensor) -> Tensor:

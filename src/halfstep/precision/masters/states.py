@@ -8,10 +8,11 @@ A step works on targets (masters, this rank's parts) and on plain tensors, over 
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,22 +34,22 @@ MASTER = "master"
 """The key under which an optimizer's state shows, between steps, the fp32 master of a weight."""
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """A parameter's state in both forms, which share memory; kept while no value is replaced.
+class _Form:
+    """What an optimizer holds in a step, or between steps; both forms share memory.
 
-    To place a tensor costs the host 20 us, and every step asks for both forms.
+    To place a tensor costs the host 20 us, and every step asks for both: they are kept as long as
+    groups hold the same tensors, and no value of a state is replaced.
     """
 
-    target: Tensor
-    local: dict[str, Any]
-    visible: dict[str, Any]
-    values: tuple[list[Any], list[Any]]  # of both: held, so that nothing else can have their ids
+    def __init__(self, held: Sequence[Tensor], states: dict[Tensor, Any]) -> None:
+        self.states = states
+        values = chain.from_iterable(state.values() for state in states.values())
+        # kept, so that nothing else can have their ids
+        self.held = [*held, *states, *map(len, states.values()), *values]
 
-    def is_of(self, target: Tensor, given: Mapping[str, Any], *, visible: bool) -> bool:
-        """Whether these are still the values of one form."""
-        held = self.values[visible]
-        return self.target is target and [*map(id, given.values())] == [*map(id, held)]
+    def is_as(self, other: _Form) -> bool:
+        """Whether all of both are the same objects."""
+        return len(self.held) == len(other.held) and all(map(operator.is_, self.held, other.held))
 
 
 class Exchange:
@@ -63,7 +64,7 @@ class Exchange:
         self.to_parameter: dict[Tensor, nn.Parameter] = {}
         self._optimizers, self._remainder = optimizers, ROUNDING[update].remainder_dtype
         self._installed = self._begins = False
-        self._states: dict[Tensor, _State] = {}  # by parameter
+        self._forms: dict[Optimizer, list[_Form]] = {}  # between steps, and in a step
         self.spare: dict[Tensor, dict[str, Tensor]] = {}
         """By parameter, what a loaded state of another policy kept beside its weight."""
         # Those that have stepped or loaded a state. No master shows before: torch's initialisation,
@@ -92,34 +93,36 @@ class Exchange:
         self._installed, self._begins = yes, False
         table = self.to_target if yes else self.to_parameter
         for optimizer in self._optimizers if table else ():
-            states = [*optimizer.state.items()]
-            if any(state.keys() - {MASTER} for _, state in states):
-                self._begun.add(optimizer)
-            held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-            if not yes and len(states) < len(held) and optimizer in self._begun:
-                # a master shows without other state, too
-                states += [(t, {}) for t in held if t in table and t not in optimizer.state]
-            optimizer.state.clear()
+            held = [p for group in optimizer.param_groups for p in group["params"]]
             for group in optimizer.param_groups:
                 # in place, because some optimizers keep a reference to the list itself
                 group["params"][:] = [table.get(p, p) for p in group["params"]]
-            for tensor, state in states:
-                other = table.get(tensor)
-                if other is None:
-                    optimizer.state[tensor] = state
-                    continue
-                parameter, target = (tensor, other) if yes else (other, tensor)
-                form = self._form(optimizer, parameter, target, state, local=yes)
-                if form:  # optimizers begin where they find none
-                    optimizer.state[other] = form
+            others = [p for group in optimizer.param_groups for p in group["params"]]
+            both = [*held, *others] if yes else [*others, *held]
+            given = _Form(both, dict(optimizer.state))
+            forms = self._forms.get(optimizer)
+            if forms is None or not forms[not yes].is_as(given):
+                made = self._both(optimizer, held, given.states, local=yes)
+                forms = self._forms[optimizer] = [_Form(both, states) for states in made]
+            optimizer.state.clear()
+            optimizer.state.update(forms[yes].states)
 
-    def _form(
-        self, own: Any, parameter: Tensor, target: Any, given: dict[str, Any], *, local: bool
-    ) -> dict[str, Any]:
-        """An optimizer's state in its local or visible form; given in the other, or in both."""
-        kept = self._states.get(parameter)
-        if kept is None or not kept.is_of(target, given, visible=local):
-            plain = local_state(given, parameter) if local else dict(given)
+    def _both(
+        self, own: Any, held: Iterable[Tensor], given: dict[Tensor, Any], *, local: bool
+    ) -> tuple[dict[Tensor, Any], dict[Tensor, Any]]:
+        """An optimizer's states between steps, and in a step: ``local`` ones are asked for."""
+        table = self.to_target if local else self.to_parameter
+        if any(state.keys() - {MASTER} for state in given.values()):
+            self._begun.add(own)
+        if own in self._begun:  # a master shows without other state, too
+            given = given | {p: {} for p in held if p in table and p not in given}
+        shown, stored = dict[Tensor, Any](), dict[Tensor, Any]()
+        for tensor, state in given.items():
+            if tensor not in table:
+                shown[tensor] = stored[tensor] = state
+                continue
+            parameter, target = (tensor, table[tensor]) if local else (table[tensor], tensor)
+            plain = local_state(state, parameter) if local else dict(state)
             plain.pop(MASTER, None)
             if local and hasattr(own, "as_stored"):  # one of halfstep's
                 plain = own.as_stored(target, plain)
@@ -129,9 +132,9 @@ class Exchange:
                     visible[key] = place_like(value, parameter)
             if target.dtype != parameter.dtype:
                 visible[MASTER] = place_like(target.detach(), parameter)
-            kept = _State(target, plain, visible, ([*plain.values()], [*visible.values()]))
-            self._states[parameter] = kept
-        return kept.local if local else kept.visible
+            shown |= {parameter: visible} if visible else {}
+            stored |= {target: plain} if plain else {}  # optimizers begin where they find none
+        return shown, stored
 
     def _has_master(self, parameter: Tensor) -> bool:
         return self.to_target.get(parameter, parameter).dtype != parameter.dtype
@@ -173,17 +176,16 @@ class Exchange:
 
         The next step takes them back as they were.
         """
-        if self._installed or not hasattr(own, "as_values"):
+        sharded = [p for p in own.state if is_sharded(p) and p in self.to_target]
+        if self._installed or not sharded or not hasattr(own, "as_values"):
             return
-        for parameter in [p for p in own.state if is_sharded(p) and p in self._states]:
-            local = self._states[parameter].local
-            values = own.as_values(local)
-            if getattr(values.get(REMAINDER), "dtype", None) is torch.int16:
-                values[REMAINDER] = values[REMAINDER].int()  # gloo and NCCL move no int16
-            if any(value is not local.get(key) for key, value in values.items()):
-                target = self.to_target[parameter]
-                own.state[parameter] = self._form(own, parameter, target, values, local=False)
-                del self._states[parameter]
+        with self.installed():
+            for target in [self.to_target[p] for p in sharded]:
+                values = own.as_values(own.state[target])
+                if getattr(values.get(REMAINDER), "dtype", None) is torch.int16:
+                    values[REMAINDER] = values[REMAINDER].int()  # gloo and NCCL move no int16
+                own.state[target] = values
+        del self._forms[own]
 
     def show_masters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Add masters to the state dict of an optimizer that shows none yet."""

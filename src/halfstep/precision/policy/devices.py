@@ -24,7 +24,7 @@ class DeviceKind:
     """Devices that multiply the same formats, and the policy that suits them."""
 
     family: str
-    type: str  # cuda, rocm, mps or cpu
+    type: str  # cuda, rocm or cpu
     native: str  # the formats that matrix products have instructions for
     policy: str  # what auto takes
     reason: str  # why, as the rest of a sentence that begins with the device's name
@@ -88,11 +88,6 @@ DEVICES: tuple[DeviceKind, ...] = (
         source="none: nothing is claimed",
     ),
     DeviceKind(
-        family="Apple M", type="mps", native="fp32", policy="fp32",
-        reason="computes in fp32 (halfstep was never run on one)",
-        source="none: nothing is claimed",
-    ),
-    DeviceKind(
         family="CPU with bf16 instructions", type="cpu", native="fp32 bf16",
         policy="bf16-mixed", reason="multiplies bf16 in hardware (AVX512-BF16, AMX or Arm BF16)",
         source="Intel Architecture Instruction Set Extensions; Arm Architecture Reference Manual",
@@ -130,7 +125,7 @@ def kind_of(device: torch.device) -> DeviceKind | None:
         name = name_of(device).upper()
         of = "rocm" if torch.version.hip else "cuda"
         has = torch.cuda.get_device_capability(device)
-    elif of == "cuda" or (of == "mps" and not torch.backends.mps.is_available()):
+    elif of == "cuda":
         return None
     rows = [kind for kind in DEVICES if kind.type == of and kind.since <= has]
     if of == "cpu" and not cpu_has_bf16():
@@ -151,12 +146,8 @@ def name_of(device: torch.device) -> str:
 
 
 def default_device(index: int = 0) -> torch.device:
-    """The device that ``auto`` means: CUDA where there is one, a Mac's GPU, or else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", index)
-    if torch.backends.mps.is_available():
-        return torch.device("mps")
-    return torch.device("cpu")
+    """The device that ``auto`` means: CUDA where there is one, or else the CPU."""
+    return torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @cache

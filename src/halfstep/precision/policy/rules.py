@@ -77,14 +77,6 @@ class PlacedModel:
         found = {id(p.module): p for p in reversed(self.modules) if p.recipe}
         return list(reversed(found.values()))
 
-    @property
-    def left_out(self) -> str:
-        """What recipes do not reach, in words."""
-        return (
-            f"modules that multiply by weights of their own ({len(self.unreached)}), not by linear "
-            f"layers, stay in bf16: {self.unreached[0]}"
-        )
-
     def kept(self) -> set[str]:
         """Names of the parameters that rules keep in fp32."""
         if not self.policy.rules:

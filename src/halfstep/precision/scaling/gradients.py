@@ -102,14 +102,9 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def in_fp64(tensor: Tensor) -> Tensor:
-    """The tensor in fp64; on the host where its device, a Mac's GPU, has no fp64."""
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
-
-
 def exact_global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The 2-norm in fp64, for finite gradients so large that their squares overflow fp32."""
-    norms = [torch.linalg.vector_norm(in_fp64(value)) for value in _values(gradients)]
+    norms = [torch.linalg.vector_norm(value.double()) for value in _values(gradients)]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 

@@ -4,8 +4,8 @@ The smallest positive fp16 number is 2^-24, so smaller gradients underflow to 0.
 loss by S multiplies every gradient by S on its way through the 16-bit operations; dividing the
 finished fp32 gradient by S restores it. S is always a power of two here, so both are exact.
 
-:meth:`Limits.after` is the algorithm of a dynamic scale: from a state, and whether the step
-overflowed, it computes the next state.
+:meth:`LossScaleConfig.after` is the algorithm of a dynamic scale: from a state, and whether the
+step overflowed, it computes the next state.
 
 **Source:** Micikevicius et al., "Mixed Precision Training", ICLR 2018 (arXiv 1710.03740), section
 3.2 and 4; start, factors and interval as in ``torch.amp.GradScaler`` (2^16, 2, 1/2, 2000); floor
@@ -44,32 +44,6 @@ class ScaleState(NamedTuple):
     value: float  # the scale of the next backward
     good_steps: int  # since the last overflow or growth
     hysteresis_left: int  # overflows left before the next back-off
-
-
-class Limits(NamedTuple):
-    """How a dynamic loss scale adapts; the fields are those of :class:`LossScaleConfig`."""
-
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    min_scale: float
-    max_scale: float
-    hysteresis: int
-
-    def after(self, state: ScaleState, found_nonfinite: bool) -> ScaleState:
-        """The next state: the scale backs off, holds or grows."""
-        value, good, left = state
-        if found_nonfinite:
-            left -= 1
-            smaller = max(value * self.backoff_factor, self.min_scale)
-            return ScaleState(smaller if left <= 0 else value, 0, left)
-        if good + 1 != self.growth_interval:
-            return ScaleState(value, good + 1, left)
-        return ScaleState(min(value * self.growth_factor, self.max_scale), 0, self.hysteresis)
-
-    def at_floor(self, state: ScaleState) -> bool:
-        """Whether the next overflow can no longer be answered by a smaller scale."""
-        return state.value <= self.min_scale and state.hysteresis_left <= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,26 +97,40 @@ class LossScaleConfig:
                 f"{self.backoff_factor:g}"
             )
 
+    def after(self, state: ScaleState, found_nonfinite: bool) -> ScaleState:
+        """The next state: the scale backs off, holds or grows."""
+        value, good, left = state
+        if found_nonfinite:
+            left -= 1
+            smaller = max(value * self.backoff_factor, self.min_scale)
+            return ScaleState(smaller if left <= 0 else value, 0, left)
+        if good + 1 != self.growth_interval:
+            return ScaleState(value, good + 1, left)
+        return ScaleState(min(value * self.growth_factor, self.max_scale), 0, self.hysteresis)
+
+    def at_floor(self, state: ScaleState) -> bool:
+        """Whether the next overflow can no longer be answered by a smaller scale."""
+        return state.value <= self.min_scale and state.hysteresis_left <= 1
+
 
 class LossScale:
-    """A loss scale in use: constant, or adapted by :meth:`Limits.after` after every step."""
+    """A loss scale in use: constant, or adapted after every step."""
 
     def __init__(self, config: LossScaleConfig) -> None:
         self._config = config
-        self.limits = Limits(*(getattr(config, name) for name in Limits._fields))
         first = 1.0 if config.kind == "none" else float(config.init_scale)
         self._take(ScaleState(first, 0, config.hysteresis))
 
     def _take(self, state: ScaleState) -> None:
         kind = self._config.kind
         self.state, self.value = state, state.value
-        self.at_floor = kind == "none" or (kind == "dynamic" and self.limits.at_floor(state))
+        self.at_floor = kind == "none" or (kind == "dynamic" and self._config.at_floor(state))
         """Whether the next overflow can no longer be answered by a smaller scale."""
 
     def update(self, found_nonfinite: bool) -> None:
         """Adapt after a step; ``found_nonfinite`` says whether it had to be skipped."""
         if self._config.kind == "dynamic":
-            self._take(self.limits.after(self.state, found_nonfinite))
+            self._take(self._config.after(self.state, found_nonfinite))
 
     def state_dict(self) -> State:
         """What changes, as plain numbers; of a static scale its value, so that a resume checks."""
@@ -158,19 +146,17 @@ class LossScale:
                 f"the saved loss scale is {state}, and this one {own}; it was saved by a run with "
                 "another precision policy"
             )
-        if moves:
-            self._take(self._checked(state))
-
-    def _checked(self, state: State) -> ScaleState:
+        if not moves:
+            return
         value, good, left = (state[name] for name in ScaleState._fields)
-        limits = self.limits
+        limits = self._config
         if not (
             (_is_power_of_two(value) and limits.min_scale <= value <= limits.max_scale)
             and (_is_count(good) and 0 <= good < limits.growth_interval)
             and (_is_count(left) and left <= limits.hysteresis)
         ):
             raise PrecisionError(f"the saved loss scale {state} does not fit {limits}")
-        return ScaleState(float(value), int(good), int(left))
+        self._take(ScaleState(float(value), int(good), int(left)))
 
 
 LOSS_SCALE_FIELDS = tuple(field.name for field in fields(LossScaleConfig)[1:])

@@ -178,8 +178,7 @@ class RunConfig:
     )
     device: str = option(
         "auto",
-        '"auto" (CUDA where there is one, a Mac\'s GPU, else CPU), '
-        '"cpu", "mps", "cuda" or "cuda:N".',
+        '"auto" (CUDA where there is one, else CPU), "cpu", "cuda" or "cuda:N".',
     )
     compile: Literal["auto", "yes", "no"] = option(
         "auto",
@@ -189,6 +188,11 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
+        for key in ("output_dir", "checkpoint_dir", "second_dir"):
+            url, allowed = getattr(self, key), ", or a URL with a path, such as s3://bucket/run"
+            if "://" in url and (key == "output_dir" or not url.rpartition("://")[2].strip("/")):
+                allowed = "" if key == "output_dir" else allowed
+                raise ConfigError(f"run.{key}={url}; allowed: a folder{allowed}")
         if self.batch_size % self.grad_accum:  # an evaluation would have other windows
             raise ConfigError(
                 f"run.batch_size={self.batch_size} cannot be split into run.grad_accum="

@@ -94,9 +94,6 @@ class FinetuneRunConfig(RunConfig):
         500,
         "Save every this many steps, besides after every evaluation and at the end; 0: only then.",
     )
-    best_by: Literal["", "accuracy", "macro_f1", "loss"] = option(
-        "", "Measure that picks the best evaluation; empty: accuracy for a classifier, else loss."
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +223,7 @@ class Use:
     run: str = field(
         metadata={"help": "A run folder: its newest checkpoint, or if fine-tuned its best state."}
     )
-    device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.")
     precision: str = option("", "Policy of the forward pass; default: the run's own.")
 
 
@@ -246,7 +243,7 @@ class Predicting(Use):
 class Generating(Use):
     """Write text with a trained model."""
 
-    prompt: str = option("", "Text to go on from; '-' reads stdin.")
+    prompt: str = option("", "Text to go on from.")
     max_new_tokens: Count = option(200, "Write at most this many tokens.")
     temperature: Amount = option(0.8, "How boldly to sample; 0: always the likeliest token.")
     seed: int = option(0, "Random seed of the sampling.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
@@ -28,11 +27,6 @@ class DataConfig:
     validation_fraction: Part = option(
         0.1, "Share of the bytes held out, in (0, 1); unused with validation."
     )
-
-
-def bpe_size(tokenizer: str) -> int | None:
-    """Tells how many ids ``bpe:N`` asks for; None for ``bytes`` and for paths."""
-    return int(tokenizer[4:]) if re.fullmatch(r"bpe:[0-9]{1,9}", tokenizer) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sysconfig
 import tempfile
@@ -32,7 +33,7 @@ from tokenizers import AddedToken, Tokenizer as Engine, decoders, models, pre_to
 from halfstep.errors import ConfigError, DataError
 from halfstep.files import sync_folder
 from halfstep.trainer.data.batches import TokenFile, held_out
-from halfstep.trainer.data.config import DataConfig, bpe_size
+from halfstep.trainer.data.config import DataConfig
 from halfstep.trainer.data.records import (
     Source,
     content_sha256,
@@ -245,9 +246,9 @@ def prepare(config: DataConfig) -> PreparedData:
 
 
 def _tokenizer(spec: str, sources: tuple[Source, ...]) -> Tokenizer:
-    size = bpe_size(spec)
-    if size is None:
+    if not (asked := re.fullmatch(r"bpe:([0-9]{1,9})", spec)):
         return ByteTokenizer() if spec == "bytes" else load_tokenizer(spec)
+    size = int(asked[1])
     total = sum(source.size for source in sources)
     every = -(-total // SAMPLE_BYTES)
 

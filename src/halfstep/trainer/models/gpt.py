@@ -6,7 +6,7 @@ Shapes: B batch, T positions, C width, V vocabulary, N = B T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from halfstep.kernels.rows import (
     norm_gradients,
     normalised,
 )
+from halfstep.precision.casting.cast import OutsideCall, region_of
 from halfstep.precision.casting.op_casts import is_plain, may_run
 from halfstep.precision.loss_head import linear_cross_entropy, matmul_dtype
 from halfstep.precision.masters.local_part import local_part, part_like
@@ -109,10 +110,6 @@ class GPT(nn.Module):
         loss = linear_cross_entropy(x_NC, self.wte.weight, targets_N, reduction="sum")
         return loss, (targets_N != IGNORE_INDEX).sum()
 
-    def last_logits(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the logits after the last position only, ``(B, V)`` fp32."""
-        return self._head(self.hidden(tokens_BT)[:, -1])
-
     def hidden(self, tokens_BT: Tensor) -> Tensor:
         """Compute the final, normalised hidden states ``(B, T, C)``, in the stream's dtype."""
         length = tokens_BT.shape[1]
@@ -132,9 +129,8 @@ class GPT(nn.Module):
         """Compute fp32 logits of hidden states ``(..., C)`` by the same matmul as the loss head."""
         weight_VC = self.wte.weight
         dtype = matmul_dtype(x_C, weight_VC)
-        logits_V = F.linear(x_C.to(dtype), weight_VC.to(dtype))
         wide = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
-        return logits_V.to(wide)
+        return F.linear(x_C.to(dtype), weight_VC.to(dtype)).to(wide)
 
     def blocks(self) -> list[nn.Module]:
         """Return the transformer blocks in order."""
@@ -271,9 +267,8 @@ class CausalSelfAttention(nn.Module):
         # unflatten infers the number of heads: all of them, or this tensor-parallel rank's.
         qkv_BTH3D = self.qkv(x_BTC).unflatten(-1, (-1, 3, self.head_dim))
         q_BHTD, k_BHTD, v_BHTD = qkv_BTH3D.transpose(1, 2).unbind(dim=3)
-        drop = self.dropout if self.training else 0.0
         y_BHTD = F.scaled_dot_product_attention(
-            q_BHTD, k_BHTD, v_BHTD, dropout_p=drop, is_causal=True
+            q_BHTD, k_BHTD, v_BHTD, None, self.dropout if self.training else 0.0, is_causal=True
         )
         y_BTC: Tensor = self.proj(y_BHTD.transpose(1, 2).flatten(2))
         return y_BTC
@@ -395,8 +390,8 @@ def _unchanged(block: nn.Module) -> _Weights | None:
     """The parameters of a block's six layers; None where somebody changed one.
 
     Changed are a module of another class (a subclass, too), one with hooks that are not passive
-    (tensor parallelism, a user's, a watch's) or with a ``forward`` of its own, and parameters of a
-    subclass of tensors.
+    (tensor parallelism, a user's, a watch's) or with a ``forward`` of its own (a user's, a rule's),
+    and parameters of a subclass of tensors.
     """
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
@@ -404,15 +399,14 @@ def _unchanged(block: nn.Module) -> _Weights | None:
     for name, expected in _AS_BUILT.items():
         m: Any = block.get_submodule(name)
         hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-        if type(m) is not expected or "forward" in m.__dict__ or (any(hooks) and _active(hooks)):
+        passive = all(getattr(h, "passive", False) for some in hooks for h in some.values())
+        region = region_of(m)  # with 16-bit weights, for a call outside of a context
+        ours = type(region) is OutsideCall and region.module is m and region.replaced is None
+        if type(m) is not expected or not (passive and (ours or "forward" not in m.__dict__)):
             return None
         if m._parameters:
             found += (m._parameters.get("weight"), m._parameters.get("bias"))
     return _Weights(*found) if all(map(is_plain, found)) else None
-
-
-def _active(hooks: Iterable[Mapping[int, Any]]) -> bool:
-    return not all(getattr(hook, "passive", False) for some in hooks for hook in some.values())
 
 
 class _FusedBlock(torch.autograd.Function):
@@ -523,7 +517,8 @@ def generate(
     for _ in range(max_new_tokens):
         window = torch.tensor([tokens[-model.config.block_size :]], device=device)
         # drawn on the CPU, so that draws are the same on every device
-        logits_V = require_finite_logits(model.last_logits(window))[0].cpu()
+        last_1V = model._head(model.hidden(window)[:, -1])
+        logits_V = require_finite_logits(last_1V)[0].cpu()
         tokens.append(int(logits_V.argmax()))
         if temperature:
             gaps_V = (logits_V - logits_V.max()).double() / temperature

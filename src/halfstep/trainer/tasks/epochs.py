@@ -72,13 +72,13 @@ class FinetuneTask(EpochTask):
         return f"{self.leaves} in {folder / 'model'}"
 
 
-def model_folder(run: Path) -> Path:
+def model_folder(run: Path, command: str) -> Path:
     """Return the folder in which an ended run of ``finetune`` left its best state."""
     folder = run / "model"
     if not folder.is_dir():
         raise ConfigError(
             f"--run {run} has no model yet: it is written when the run ends; go on with it by "
-            f"halfstep finetune classify (or lm) --resume --output-dir {run}"
+            f"halfstep {command} --resume --output-dir {run}"
         )
     return folder
 

@@ -50,8 +50,6 @@ class LMTask(FinetuneTask):
 
     def __init__(self, config: LMConfig, world: World, layout: Layout) -> None:
         """Load model and tokenizer, read the data; for arguments see ``open_session``."""
-        if config.run.best_by not in ("", "loss"):
-            raise ConfigError(f"run.best_by={config.run.best_by} is for classifiers; allowed: loss")
         choice = config.model
         self.model = open_causal_lm(
             choice.source,
@@ -186,7 +184,7 @@ class TrainedLM(Trained):
 
     def load(self) -> None:
         """Load the best state: the whole model, or the adapter on its base model."""
-        config, folder = self.config, model_folder(self.path)
+        config, folder = self.config, model_folder(self.path, self.config.COMMAND)
         about = read_json(self.path / PROMPT_FILE)
         self.template, base = about["template"], about["base_model"]
         self.packing = about.get("packing", False)
@@ -210,28 +208,21 @@ class TrainedLM(Trained):
         else:
             super().cast_()
 
-    def answer(self, prompt: str, **drawing: Any) -> str:
-        """Return the answer to a prompt, or without a template the prompt and what follows it.
-
-        ``drawing`` are options of :func:`~halfstep.trainer.models.causal_lm.generate_ids`.
-        """
+    def generate(self, use: Generating) -> str:
+        """Return the answer to a prompt, or without a template the prompt and what follows it."""
+        self.open(use)
         tokenizer = self.tokenizer
-        ids = prompt_ids(prompt, tokenizer, self.template)
+        ids = prompt_ids(use.prompt, tokenizer, self.template)
         end = tokenizer.end_of_text()
         ids = ids or [end]  # in pretraining, every document follows this token
         ends = [end, *tokenizer.end_of_turn()]
         with self.around():
-            written = generate_ids(self.model, ids, ends=ends, **drawing)
+            written = generate_ids(self.model, ids, ends=ends, **use.drawing)
         decode = tokenizer.decode
         if self.template == "plain":
             return decode([*ids, *written])
         # decoded with the prompt, as a tokenizer may drop the space before the first word
         return decode([*ids, *written])[len(decode(ids)) :].strip()
-
-    def generate(self, use: Generating) -> str:
-        """Return the answer to a prompt, or its continuation where there is no template."""
-        self.open(use)
-        return self.answer(use.prompt, **use.drawing)
 
     def evaluate(self, use: Evaluating) -> tuple[str, dict[str, Any]]:
         """Measure loss and perplexity on the run's validation records, or on ``--data``."""

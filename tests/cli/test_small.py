@@ -16,8 +16,3 @@ def test_a_run_is_left_as_it_was(settings, tmp_path, capsys):
     assert main(["memory", str(path)]) == 0
     after = {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()}
     assert before == after
-
-
-def test_a_folder_without_a_run_is_refused(capsys):
-    assert main(["trace", "runs/none"]) == 2
-    assert "holds no run" in capsys.readouterr().err
