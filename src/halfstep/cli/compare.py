@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from halfstep.cli.commands import Compare
-from halfstep.diagnostics.runs.compare import compare, distances
+from halfstep.diagnostics.records.compare import compare, distances
 from halfstep.shown import aligned
 
 

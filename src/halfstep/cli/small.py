@@ -11,7 +11,7 @@ from pathlib import Path
 
 from halfstep.cli.commands import Doctor, Explain, Memory, OneStep, Report, Trace
 from halfstep.diagnostics.memory import Memory as Held, MemoryMeter, parts_table
-from halfstep.diagnostics.runs.compare import compare
+from halfstep.diagnostics.records.compare import compare
 from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import support

@@ -509,7 +509,7 @@ def _observed(session: Session, path: Path, news: list[str]) -> Iterator[None]:
             watch, file = part("diagnostics.statistics.watch:watch"), path / NUMERICS
             stack.enter_context(watch(*given, every=run.watch, to=file, start=session.step))
         if run.record:
-            record = part("diagnostics.runs.recording:record")
+            record = part("diagnostics.records.recording:record")
             options = {"every": run.record, "start": session.step}
             model, source = given
             stack.enter_context(record(model, path / "record", source, **options))
