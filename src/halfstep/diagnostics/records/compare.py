@@ -16,45 +16,17 @@ from typing import Any, NamedTuple
 
 from halfstep.diagnostics.records import recorded
 from halfstep.diagnostics.records.recorded import Apart, Recorded, Row, Step, align, apart, plain
+from halfstep.diagnostics.records.rounding import FACTOR, FP32, amplified, cancels, unit_of
 from halfstep.diagnostics.trace import is_product
 from halfstep.errors import DataError
 from halfstep.shown import Finding
 
-# So many times more than its formats round, or than what it reads is off, a result may be off. In
-# models trained in other formats, kernels, threads and layouts it was 2.7 times at most.
-FACTOR = 8.0
-_FP32 = 2**-21  # with room for sums in another order
-_ROUNDOFF = {"bf16": 2**-8, "fp16": 2**-11, "tf32": 2**-11, "e4m3": 2**-4, "e5m2": 2**-3,
-             "fp8": 2**-3, "fp8-block": 2**-3, "mxfp8": 2**-3, "nvfp4": 2**-2}  # fmt: skip
-_RANDOM = set(
-    [
-        "bernoulli",
-        "dropout",
-        "rand",
-        "randn",
-        "normal",
-        "uniform",
-        "exponential",
-        "rrelu",
-        "multinomial",
-    ]
-)
-_ACTIVATIONS = set(
-    [
-        "gelu",
-        "relu",
-        "silu",
-        "tanh",
-        "sigmoid",
-        "leaky_relu",
-        "elu",
-        "hardtanh",
-        "hardswish",
-        "mish",
-    ]
-)
+_RANDOM = {"bernoulli", "dropout", "rand", "randn", "normal", "uniform", "exponential", "rrelu"}
+_ACTIVATIONS = {"gelu", "relu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "mish"}
 # Options that say how to compute, or how large the batch is.
-_HOW = set(["half_to_float", "dtype", "layout", "device", "memory_format", "output_mask", "non_blocking", "benchmark", "dim", "deterministic", "cudnn_enabled", "enable_gqa", "size", "generator", "stride", "split_size"])  # fmt: skip
+_HOW = {"half_to_float", "dtype", "layout", "device", "memory_format", "output_mask", "size", "dim",
+        "non_blocking", "benchmark", "deterministic", "cudnn_enabled", "enable_gqa", "generator",
+        "stride", "split_size"}  # fmt: skip
 _CAUSES = {"causal": "mask", "mask": "mask", "diagonal": "mask", "eps": "eps", "dropout": "dropout",
            "approximate": "activation", "scal": "scale", "training": "training flag",
            "ignore_index": "labels", "slope": "activation", "target": "labels",
@@ -292,7 +264,7 @@ class _Steps:
         """How far apart is what an operation reads, and whether it is equal in bits."""
         for each in row.reads:
             if each not in self.apart:  # one side alone has it, or its samples cannot be found
-                self.apart[each] = max(self.read(each)[0], _unit(each)) if each.reads else 0.0
+                self.apart[each] = max(self.read(each)[0], unit_of(each)) if each.reads else 0.0
         worst = max((self.apart[each] for each in row.reads), default=0.0)
         return worst, all(each in self.exact for each in row.reads)
 
@@ -314,15 +286,15 @@ class _Steps:
 
     def _allowed(self, x: Row, y: Row, found: Apart, before: float, exact: bool) -> float:
         """The distance that formats, and what the operation reads, explain."""
-        unit, room = _unit(x, y), FACTOR
+        unit, room = unit_of(x, y), FACTOR
         if x.direction == "backward":  # which subtracts
             room *= 2 if exact else 8
-        if "loss" in x.op or (x.direction == "backward" and _cancels(x.op)):
-            if x.direction == "backward" or not exact:
-                steady = abs(found.ratio - 1) > 0.02 and found.off_ratio < 0.2
-                return max(room * max(before, unit), 0.0 if steady and x.sketch.size > 31 else 2.0)
+        backward = x.direction == "backward"
+        if ("loss" in x.op and (backward or not exact)) or (backward and cancels(x.op)):
+            steady = abs(found.ratio - 1) > 0.02 and found.off_ratio < 0.2
+            return max(room * max(before, unit), 0.0 if steady and x.sketch.size > 31 else 2.0)
         measured = self.pair.floor.get((x.module, x.direction, x.op), 0.0)
-        return max(room * max(before * _amplified(x, found), unit), 3 * measured)
+        return max(room * max(before * amplified(x, found), unit), 3 * measured)
 
     # --- decision --------------------------------------------------------------------------------
 
@@ -345,7 +317,7 @@ class _Steps:
                 return self._unproved(x, y, found, allowed, exact)
             if proof is not None:
                 proof = proof if proof.cause in _OF_OPERANDS else self._with_module(x, proof)
-                return self._first(x, found, FACTOR * _unit(x, y), exact), proof
+                return self._first(x, found, FACTOR * unit_of(x, y), exact), proof
             most = self.pair.largest if not elsewhere else {x.direction: 0.0}
             most[x.direction] = max(most[x.direction], found.relative)
         return self._gradients() or self._update()
@@ -389,8 +361,8 @@ class _Steps:
         weight = one.kind in ("parameter", "buffer")
         comparable = self.number == self.pair.numbers[0] if weight else self.same_layout
         cast = one.outputs != other.outputs
-        limit = 2 * _unit(one, other) * cast
-        limit = limit if weight else max(limit, FACTOR * _FP32)
+        limit = 2 * unit_of(one, other) * cast
+        limit = limit if weight else max(limit, FACTOR * FP32)
         if found.equal or not comparable or found.relative <= limit:
             return None
         text = f"{one.op} is {found.relative:.1e} apart before it"
@@ -506,7 +478,7 @@ class _Steps:
     def _gradients(self) -> tuple[First, _Proof] | None:
         """Compare finished gradients, each beside the norm of all: some are 0 but for rounding."""
         rows = [*self._weights("gradient")]
-        units = [_unit(x, y) for x, y in self.pairs.items()]
+        units = [unit_of(x, y) for x, y in self.pairs.items()]
         norm = math.hypot(*(found.norm for *_, found in rows)) or 1.0
         bad, room = [], 0.0
         for name, x, y, found in rows:
@@ -582,16 +554,6 @@ def _cause(name: str, other: str) -> str:
     return next((cause for word, cause in _CAUSES.items() if word in name.lower()), other)
 
 
-def _unit(*rows: Row) -> float:
-    """The unit roundoff of the coarsest of all formats; of subnormal numbers that of their size."""
-    forms = {form.split()[0] for row in rows for form in (*row.inputs, *row.outputs)}
-    unit = max((_ROUNDOFF.get(form, _FP32) for form in forms), default=_FP32)
-    norm = max(row.norm for row in rows)
-    if "fp16" in forms and norm:
-        unit = max(unit, min(1.0, 2**-25 * math.sqrt(rows[0].size) / norm))
-    return unit
-
-
 def _forms(row: Row) -> str:
     return " -> ".join(dict.fromkeys((*row.inputs[-1:], *row.outputs)))
 
@@ -600,34 +562,3 @@ def _option(row: Row, name: str) -> Any:
     value = row.args.get(name)
     default = value is None and name == "scale" and row.op == "attention" and row.shape
     return row.shape[-1] ** -0.5 if default else value
-
-
-def _cancels(op: str) -> bool:
-    """Whether a backward takes differences inside, whose relative error has no bound."""
-    return any(word in op for word in ("attention", "softmax", "norm", "entropy"))
-
-
-def _amplified(row: Row, found: Apart) -> float:
-    """How much larger than that of its operands a result's relative error may well be.
-
-    A sum of terms that cancel has the error of the terms. Errors of a matmul's operands are as good
-    as random, so that they add as random numbers do. An exponential makes them absolute.
-    """
-    sizes, made = [r.norm for r in row.reads], found.norm or 1.0
-    means = [size / math.sqrt(r.size or 1) for size, r in zip(sizes, row.reads, strict=True)]
-    if not sizes:
-        return 1.0
-    if row.op in ("add", "sub", "rsub", "sum", "embedding_dense_backward", "cat", "var", "std"):
-        return max(1.0, math.hypot(*sizes) / made)
-    if row.op == "embedding":  # whose rows have all of the table's error
-        rows = math.sqrt(max(1.0, row.size / (row.reads[0].size or 1)))
-        return max(1.0, 2 * sizes[0] * rows / made)
-    if row.op in ("mean", "index", "gather", "index_select", "pow", "cumsum", "norm"):
-        return max(1.0, max(means) / (made / math.sqrt(row.size or 1)))
-    if "softmax" in row.op or row.op in ("exp", "logsumexp", "sigmoid", "cos", "sin"):
-        return max(1.0, *means)
-    if is_product(row.op) and len(sizes) > 1:
-        large = sorted(row.reads, key=lambda r: -r.size)[:2]
-        terms = math.sqrt(max(1.0, large[0].size * large[1].size / (row.size or 1)))
-        return max(1.0, large[0].norm * large[1].norm / math.sqrt(terms) / made)
-    return 4.0 if "norm" in row.op else 1.0
