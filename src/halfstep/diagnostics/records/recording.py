@@ -201,7 +201,8 @@ class _Mode(Tracker):  # type: ignore[no-untyped-call]
         several = result if isinstance(result, tuple) else (result,)
         if func is torch.ops.aten.transpose.int:
             self.step.turn(result, args[1:])
-        self.step.derive(several, [*args, *(kwargs or {}).values()])
+        if len(several) > 1 or _is_whole(result):
+            self.step.derive(several, [*args, *(kwargs or {}).values()])
         return result
 
     def _begun(self, args: Any) -> None:
@@ -226,7 +227,11 @@ class _Mode(Tracker):  # type: ignore[no-untyped-call]
     def ran(self, one: Ran) -> None:
         """Record one operation."""
         if self.step is not None and not (one.direction == "update" or self.step.sealed):
-            with torch.no_grad(), torch.autocast(one.made[0].device.type, enabled=False):
+            device = one.made[0].device.type
+            if not torch.is_autocast_enabled(device):  # which would compute sketches in 16 bits
+                self.step.add(one)
+                return
+            with torch.autocast(device, enabled=False):
                 self.step.add(one)
 
 
