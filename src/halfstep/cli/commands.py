@@ -114,11 +114,12 @@ class Memory(OneStep):
 class Compare:
     """Say where two recorded runs part: the first operation that no rounding explains, and why.
 
-    halfstep.record(model, FOLDER) in a training loop makes a record; a run of halfstep makes one
-    with --record.
+    halfstep.record(model, FOLDER) in a training loop makes a record.
     """
 
-    a: str = field(metadata={"help": "A record, or a run that has one.", "positional": True})
+    a: str = field(
+        metadata={"help": "A record, or a folder with one in record/.", "positional": True}
+    )
     b: str = field(metadata={"help": "The other.", "positional": True})
     floor: tuple[str, ...] = option(
         (), "Records of runs that are as good as A: B may be as far from A as they are."

@@ -508,11 +508,6 @@ def _observed(session: Session, path: Path, news: list[str]) -> Iterator[None]:
         if run.watch and session.world.is_main:  # rank 0 counts its own numbers
             watch, file = part("diagnostics.statistics.watch:watch"), path / NUMERICS
             stack.enter_context(watch(*given, every=run.watch, to=file, start=session.step))
-        if run.record:
-            record = part("diagnostics.records.recording:record")
-            options = {"every": run.record, "start": session.step}
-            model, source = given
-            stack.enter_context(record(model, path / "record", source, **options))
         if run.health_every:  # all ranks take part
             stack.enter_context(part("diagnostics.health:LayerHealth")(
                 *given, every=run.health_every, to=path / HEALTH, start=session.step,

@@ -7,7 +7,6 @@ A run folder holds::
     metrics.jsonl   one JSON object per step
     health.jsonl    each layer's numbers and alarms: one JSON object per measured step
     numerics.jsonl  with --watch: one JSON object per watched step
-    record/         with --record: a file per recorded step and rank
     causes.jsonl    the first cause of each step that was not finite, where one was searched
     tokenizer/      enough to encode and decode text
     model/          for fine-tuning: the best state, for other programs to load
@@ -230,7 +229,7 @@ def _of_step(step: int | None, folders: list[Any]) -> list[Any]:
 RESUMABLE = frozenset(
     {"on_nonfinite", "on_spike", "parallel", "grad_accum", "compile",
      "rank_timeout", "max_steps", "min_steps", "epochs", "eval_every",
-     "eval_batches", "lost_update_every", "health_every", "watch", "record", "save_every", "keep",
+     "eval_batches", "lost_update_every", "health_every", "watch", "save_every", "keep",
      "output_dir", "checkpoint_dir", "second_dir", "save_deadline",
      "data.train", "data.validation", "data.dev"}
 )  # fmt: skip

@@ -142,12 +142,6 @@ class RunConfig:
         "on every N-th, into numerics.jsonl (docs/watch.md); --watch alone: every 100th; 0: never.",
         bare="100",
     )
-    record: Count = option(
-        0,
-        "Record what the first step and every N-th compute into the run's record folder, for "
-        "halfstep compare (docs/compare.md); --record alone: every 100th; 0: never.",
-        bare="100",
-    )
     save_every: Count = option(
         100, "Save a checkpoint every this many steps and at the end; 0: at the end only."
     )
