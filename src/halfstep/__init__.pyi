@@ -11,6 +11,8 @@ from .diagnostics.nonfinite.first_cause import (
     trace_nonfinite as trace_nonfinite,
 )
 from .diagnostics.recorder import Recorder as Recorder
+from .diagnostics.records.compare import compare as compare
+from .diagnostics.records.recording import record as record
 from .diagnostics.statistics.watch import (
     load_numerics as load_numerics,
     watch as watch,

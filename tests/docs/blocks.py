@@ -45,6 +45,7 @@ DOCS = ROOT / "docs"
 REASONS = {
     "needs a GPU", "needs several GPUs", "needs several machines", "needs several ranks",
     "needs the network", "needs a Mac", "needs DeepSpeed", "needs a captured spike",
+    "needs two records",
 }  # fmt: skip
 """Why a block may not run: what a machine for tests does not have."""
 

@@ -111,6 +111,24 @@ class Memory(OneStep):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Say where two recorded runs part: the first operation that no rounding explains, and why.
+
+    halfstep.record(model, FOLDER) in a training loop makes a record.
+    """
+
+    a: str = field(
+        metadata={"help": "A record, or a folder with one in record/.", "positional": True}
+    )
+    b: str = field(metadata={"help": "The other.", "positional": True})
+    floor: tuple[str, ...] = option(
+        (), "Records of runs that are as good as A: B may be as far from A as they are."
+    )
+    json: bool = option(False, "Print one JSON object on stdout.")
+    all: bool = option(False, "Print every operation of the first step with its distance.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Say which precision a machine is good for, and why.
 
@@ -190,6 +208,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "explain": Explain,
     "trace": Trace,
     "memory": Memory,
+    "compare": Compare,
     "doctor": Doctor,
     "report": Report,
     "xray": Xray,

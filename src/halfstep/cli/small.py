@@ -11,6 +11,7 @@ from pathlib import Path
 
 from halfstep.cli.commands import Doctor, Explain, Memory, OneStep, Report, Trace
 from halfstep.diagnostics.memory import Memory as Held, MemoryMeter, parts_table
+from halfstep.diagnostics.records.compare import compare
 from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import support
@@ -90,6 +91,8 @@ def _report(arguments: Report) -> None:
         heads = [*dict.fromkeys(head for row in report.rows for head in row.card)]
         rows = [[row.card.get(head, "-") for head in heads] for row in report.rows]
         print("", aligned([heads, *rows]), "", sep="\n")
+    if len(folders) == 2 and all((each / "record" / "record.json").is_file() for each in folders):
+        print(compare(*folders))
     print(f"Written: {path}")
 
 

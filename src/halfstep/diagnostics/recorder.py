@@ -25,7 +25,9 @@ from halfstep.precision.step import Precision
 
 
 class Recorder:
-    """Writes what the trainer writes for a loop of one's own.
+    """Writes what the trainer writes for a loop of one's own: metrics.
+
+    What a step computes is recorded by :class:`halfstep.record`.
 
     Example:
         >>> import tempfile, torch, halfstep

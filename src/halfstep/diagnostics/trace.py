@@ -140,6 +140,9 @@ class Tracker(TorchDispatchMode):
         """Take one operation."""
         raise NotImplementedError
 
+    def passed(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Take a step of a simulation, which only converts what it is given."""
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -156,9 +159,10 @@ class Tracker(TorchDispatchMode):
         if not made:
             return result
         simulated, low, low_bit, updates = _frames()
-        if simulated is not None and simulated is not func:
-            return result  # a conversion of its operands, or of its result
         given = _unique([*args, *(kwargs[name] for name in kwargs if name != "out")])
+        if simulated is not None and simulated is not func:
+            self.passed(given, made)
+            return result  # a conversion of its operands, or of its result
         if known.attention:  # its log-sum-exp is fp32, and the mask may be
             given, made = given[:3], made[:1]
         place = self._modules.place(self._names)
@@ -169,6 +173,7 @@ class Tracker(TorchDispatchMode):
         outputs = tuple(dict.fromkeys(_form(t, low) for t in made))
         if low_bit is not None:
             if not (is_product(op) or op.startswith("scaled_mm")):
+                self.passed(given, made)
                 return result  # it rounds operands
             op, inputs, outputs = _of_recipe(low_bit)
         self.ran(Ran(known, place, direction, op, inputs, outputs, given, made, args, kwargs))

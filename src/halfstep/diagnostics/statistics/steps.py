@@ -198,6 +198,7 @@ class OptimizerSteps:
         self._optimizers, self._names = optimizers, names
         self._scaler, self._listener = scaler, listener
         self._stepped: list[Optimizer] = []
+        self.ended: list[Optimizer] = []  # those that took the newest step
         self._flags: list[Tensor] = []  # of fused optimizers, which look for overflow themselves
         self._handles: list[Any]
         if optimizers:
@@ -274,6 +275,7 @@ class OptimizerSteps:
 
     def _end(self) -> None:
         flags, stepped = self._flags, bool(self._stepped)
+        self.ended = self._stepped
         self._stepped, self._flags = [], []
         self._listener.finished(lambda: stepped and not any(bool(flag) for flag in flags))
 

@@ -1,0 +1,579 @@
+"""Records what the steps of anybody's loop computed, small enough to keep: ``halfstep.record``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.numpy import save
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+
+from halfstep.diagnostics.module_calls import Location, ModuleCalls
+from halfstep.diagnostics.nonfinite.operations import floating, stored
+from halfstep.diagnostics.records.sketch import (
+    K,
+    bit_sum,
+    block_sums,
+    fold,
+    sample_hashes,
+    sketch_of,
+)
+from halfstep.diagnostics.statistics.steps import OptimizerSteps, StepListener
+from halfstep.diagnostics.trace import Ran, Tracker
+from halfstep.errors import PrecisionError, StorageError
+from halfstep.files import write_whole
+from halfstep.precision.masters.portable import Hook
+from halfstep.precision.policy.policy import dtype_name
+from halfstep.precision.step import Precision
+
+FORMAT = 1
+MOST_BYTES = 1_000_000  # of a step and rank
+_LONGEST = 80  # characters of an option that is kept
+
+
+def step_file(step: int, rank: int) -> str:
+    """The name of the file of a step, as one rank saw it."""
+    return f"step-{step:08d}.r{rank}.safetensors"
+
+
+class record(StepListener):
+    """Records the steps of a loop, for :func:`halfstep.compare` with those of another run.
+
+    Kept are a sketch and a sum of the bits of every operation's result, forward and backward, and
+    of every weight and gradient; the operations' options; and hashes of samples, masks and labels.
+    It changes no bit of the training. Modules that ``torch.compile`` compiles run uncompiled inside
+    of a recorded step; each rank writes its own files. The metrics of a run are written by
+    :class:`halfstep.Recorder`.
+
+    Args:
+        model: The model that is trained.
+        to: A folder for the record; what an older record of it holds after ``start`` is removed.
+        source: The loop's :class:`halfstep.Precision`, its optimizer, or all of several that step
+            in turn. None: any optimizer that holds one of the model's parameters.
+        scaler: The loop's gradient scaler (torch's or halfstep's), where it has one.
+        every: Record the first step and every ``every``-th.
+        steps: How many steps to record at most; None: all of these.
+        start: Steps before this context's first, in a resumed run.
+
+    Raises:
+        PrecisionError: If an argument is not one of these.
+        StorageError: If the folder cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> folder = tempfile.mkdtemp()
+        >>> with record(model, folder, optimizer):
+        ...     model(torch.ones(8, 4)).sum().backward()
+        ...     optimizer.step()
+        >>> sorted(path.name for path in Path(folder).iterdir())
+        ['record.json', 'step-00000001.r0.safetensors']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        to: str | Path,
+        source: Precision | Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        scaler: Any = None,
+        every: int = 1,
+        steps: int | None = None,
+        start: int = 0,
+    ) -> None:
+        super().__init__("record", model, source, scaler, every, None, start)
+        if steps is not None and (not isinstance(steps, int) or steps < 1):
+            raise PrecisionError(f"record(steps={steps!r:.80}); allowed: an integer >= 1, or None")
+        self._folder, self._left = Path(to), steps
+        self._mode: _Mode | None = None
+        self._rank, self._world = 0, 1
+
+    def __enter__(self) -> Self:
+        """Record the loop's steps from now on."""
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for path in self._folder.glob(f"step-*.r{self._rank}.safetensors"):
+                if not self._start or path.name > step_file(self._start, self._rank):
+                    path.unlink()
+            if not self._rank:
+                content = json.dumps({"format": FORMAT, **self._made()}, indent=1)
+                write_whole(self._folder / "record.json", content)
+        except OSError as error:
+            raise StorageError(f"{self._folder}: cannot be written: {error}") from error
+        self._mode = _Mode(self._model)
+        self._begin()
+        return self
+
+    def _made(self) -> dict[str, Any]:
+        return {
+            "torch": torch.__version__,
+            "device": next((str(p.device.type) for p in self._model.parameters()), "cpu"),
+            "model": type(self._model).__name__,
+            "policy": "" if self._precision is None else str(self._precision.policy),
+            "world": self._world,
+        }
+
+    def close(self) -> None:
+        """Leave the loop alone again; the record can be read."""
+        super().close()
+        if self._mode is not None:
+            self._mode.watch(None)
+        self._mode = None
+
+    def _collect(self, step: int) -> _Step | None:
+        due = self._left is None or self._left > 0
+        if (
+            not due
+            or self._steps is None
+            or self._mode is None
+            or (step % self._every and step != 1)
+        ):
+            found = None
+        else:
+            found = _Step(self._model, self._steps.scale, self._mode.pause)
+        if self._mode is not None:
+            self._mode.watch(found)
+        return found
+
+    def _measured(self, applied: bool) -> None:
+        found: _Step = self.collector
+        self._left = None if self._left is None else self._left - 1
+        optimizers = self._steps.ended if isinstance(self._steps, OptimizerSteps) else []
+        if self._precision is not None:
+            optimizers = [*self._precision.optimizers]
+        content = found.content(optimizers, {"step": self._step, "applied": applied})
+        path = self._folder / step_file(self._step, self._rank)
+        try:
+            write_whole(path, content)
+        except OSError as error:
+            warnings.warn(f"{path}: {error}; this step is not recorded", stacklevel=2)
+
+
+class _Mode(Tracker):  # type: ignore[no-untyped-call]
+    """Hands the operations of a recorded step on; it is off in the update and between those."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.step: _Step | None = None
+        super().__init__(model, ModuleCalls(model, lambda *_: None, begun=self._begun))
+        self._on = self._own = False
+        self._depth = _len_torch_dispatch_stack()
+
+    def watch(self, step: _Step | None) -> None:
+        """Take the operations of this step from now on, or of none."""
+        self.step = step
+        if step is None:
+            self.pause()
+        elif not self._on and _len_torch_dispatch_stack() == self._depth:
+            self._handle = self._model.register_forward_pre_hook(
+                Hook(self._inputs), with_kwargs=True
+            )
+            self.__enter__()
+            self._on = True
+
+    def pause(self) -> None:
+        """Leave the stack of modes, unless somebody else's mode is on top of it."""
+        if self._on and _len_torch_dispatch_stack() == self._depth + 1:
+            self._handle.remove()
+            self.__exit__(None, None, None)
+            self._on = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.step is None or self.step.sealed or self._own:
+            return func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        several = result if isinstance(result, tuple) else (result,)
+        if func is torch.ops.aten.transpose.int:
+            self.step.turn(result, args[1:])
+        if len(several) > 1 or _is_whole(result):
+            self.step.derive(several, [*args, *(kwargs or {}).values()])
+        return result
+
+    def _begun(self, args: Any) -> None:
+        self._take(lambda step: step.begin((str(i), value) for i, value in enumerate(args)))
+
+    def _inputs(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._take(lambda step: step.inputs(kwargs.items()))
+
+    def _take(self, batch: Callable[[_Step], None]) -> None:
+        again = torch._C._current_graph_task_id() != -1  # by a checkpoint
+        if self.step is not None and torch.is_grad_enabled() and not again:
+            self._own = True
+            with torch.no_grad():
+                batch(self.step)
+            self._own = False
+
+    def passed(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Let what only converts be what it converts."""
+        if self.step is not None:
+            self.step.passed(given, made)
+
+    def ran(self, one: Ran) -> None:
+        """Record one operation."""
+        if self.step is not None and not (one.direction == "update" or self.step.sealed):
+            device = one.made[0].device.type
+            if not torch.is_autocast_enabled(device):  # which would compute sketches in 16 bits
+                self.step.add(one)
+                return
+            with torch.autocast(device, enabled=False):
+                self.step.add(one)
+
+
+def _reference(tensor: Tensor) -> StorageWeakRef:
+    """A weak reference to a storage, which keeps its key from being used again."""
+    return StorageWeakRef(stored(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+
+
+class _Storages:
+    """A set of the storages of tensors."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, StorageWeakRef] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return bool(self._held) and _key(tensor) in self._held
+
+    def put(self, tensor: Tensor, inside: bool = True) -> None:
+        """Put a tensor's storage into the set, or take it out."""
+        if inside:
+            self._held[_key(tensor)] = _reference(tensor)
+        elif self._held:
+            self._held.pop(_key(tensor), None)
+
+
+class _Step:
+    """What one step computed, as rows that name the rows that they read."""
+
+    def __init__(
+        self, model: nn.Module, scale: Callable[[], float], seal: Callable[[], None]
+    ) -> None:
+        self._model, self._ask, self._scale, self._seal = model, scale, 0.0, seal
+        self._parameters = dict(model.named_parameters())
+        self._rows: list[list[Any]] = []
+        self._sums: list[Tensor] = []
+        self._bits: list[Tensor] = []
+        self._hashes: list[Tensor] = []
+        self._words: dict[str, int] = {}
+        self._writers: dict[int, tuple[StorageWeakRef, tuple[int, ...]]] = {}
+        self._stored = {
+            k: v for n, m in reversed([*model.named_modules()]) for k, v in _stored_in(m, n).items()
+        }
+        self._turned, self._derived = _Storages(), _Storages()
+        self._known: dict[Any, tuple[Tensor, int]] = {}
+        self._passes: list[dict[str, Any]] = []
+        self._samples = 1
+        self._modules = [*self._described()]
+        self.sealed = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has run yet."""
+        return not self._rows
+
+    def close(self) -> None:
+        """Keep nothing alive."""
+        self._writers, self._known, self.sealed = {}, {}, True
+
+    def _described(self) -> Iterator[list[Any]]:
+        for name, module in self._model.named_modules():
+            plain = {
+                k: v
+                for k, v in vars(module).items()
+                if isinstance(v, bool | int | float | str) and k != "training" and k[:1] != "_"
+            }
+            plain = {k: v for k, v in plain.items() if len(str(v)) < _LONGEST}
+            yield [name, type(module).__name__, module.extra_repr()[:200], module.training, plain]
+
+    # --- batches ---------------------------------------------------------------------------------
+
+    def begin(self, args: Any) -> None:
+        """Begin a forward of the whole model, unless it goes on with what the step has computed."""
+        args = [*args]
+        if self._passes and any(self._computed(value) for _, value in args):
+            return
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_available():
+            states.append(torch.cuda.get_rng_state())
+        random = zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
+        self._passes.append({"random": random, "batch": {}, "samples": 0})
+        self.inputs(args)
+
+    def _computed(self, value: Any) -> bool:
+        source = self._words.get("source")
+        rows = [r for t in floating(value) for r in self._writers.get(_key(t), (None, ()))[1]]
+        return any(self._rows[row][0] != source for row in rows)
+
+    def inputs(self, named: Any) -> None:
+        """Hash the samples of a batch."""
+        if not self._passes:
+            return
+        batch = self._passes[-1]
+        for name, value in named:
+            if isinstance(value, Tensor) and value.dim() and value.numel():
+                size = batch["samples"] = batch["samples"] or len(value)
+                made = self._computed(value)
+                if len(value) == size and not isinstance(value, DTensor) and not made:
+                    hashes = sample_hashes(value.detach(), size)
+                    kind = dtype_name(value.dtype) if value.is_floating_point() else "int"
+                    batch["batch"][name] = [kind, hashes]
+                for tensor in floating(value) if not made else ():
+                    self._source(tensor, Location(), f"input {name}")
+        groups = batch["samples"] or 1
+        while groups > K and not groups % 2:
+            groups //= 2
+        self._samples = groups if groups <= K else 1
+
+    # --- operations ------------------------------------------------------------------------------
+
+    def _word(self, text: str) -> int:
+        return self._words.setdefault(text, len(self._words))
+
+    def _put(
+        self, value: Tensor, groups: int, head: Sequence[str], args: Any = (), reads: Any = (),
+        ints: Any = (), blocks: int = 32,
+    ) -> int:  # fmt: skip
+        self._sums.append(block_sums(value, groups, blocks))
+        self._bits.append(bit_sum(value))
+        number = max(len(self._passes) - 1, 0)
+        words = [self._word(text) for text in head]
+        self._rows.append([*words, args, reads, ints, number, list(value.shape), groups])
+        return len(self._rows) - 1
+
+    def add(self, one: Ran) -> None:
+        """Add one operation's row, and that of what it reads and nothing seen has made."""
+        made, names = one.made[0], one.known.names
+        pairs = [*zip(names, one.args, strict=False), *one.kwargs.items()]
+        reads: dict[int, None] = {}
+        averaged = any(n in ("training", "train") and v is True for n, v in pairs)
+        for name, value in pairs:
+            if name in one.known.writes or (averaged and name.startswith("running_")):
+                values = [t for t in floating(value) if _key(t) in self._writers]
+                values = [] if averaged or one.op in ("cast", "copy") else values
+            else:
+                values = [*floating(value)]
+            for tensor in values:
+                reads |= dict.fromkeys(self._writers_of(tensor, one.place, name))
+        shared = _key(made) in {_key(t) for t in one.given} and not one.known.writes
+        turned = any(tensor in self._turned for tensor in one.given)
+        if (one.op == "cast" and reads) or one.known.collective or shared:
+            if not shared:
+                self._write(made, tuple(reads))
+                self._turned.put(made, turned)
+            return
+        again = one.direction == "forward" and torch._C._current_graph_task_id() != -1
+        direction = "recomputed" if again else one.direction
+        value = stored(made.detach())
+        if direction == "backward" and not self._scale:
+            self._scale = self._ask()
+        args = [[self._word(k), v] for k, v in pairs if _is_option(v)]
+        ints = [[self._word(k), self._hash(v)] for k, v in pairs if self._is_data(v)]
+        size = len(value) if value.dim() else 1
+        groups = self._samples if size % self._samples == 0 and not turned else 1
+        forms = [", ".join(one.inputs), ", ".join(one.outputs)]
+        head = [direction, one.place.module, one.op, *forms]
+        row = self._put(value, groups, head, args, [*reads][:16], ints)
+        for tensor in one.made:
+            self._write(tensor, (row,))
+            self._turned.put(tensor, turned)
+
+    def passed(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Let results count as what made the operands."""
+        reads = dict.fromkeys(r for t in given for r in self._writers.get(_key(t), (None, ()))[1])
+        for tensor in made:
+            if reads:
+                self._write(tensor, tuple(reads))
+
+    def _write(self, tensor: Tensor, rows: tuple[int, ...]) -> None:
+        ref = _reference(tensor)
+        self._writers[ref.cdata] = ref, rows
+
+    def _writers_of(self, tensor: Tensor, place: Location, argument: str) -> tuple[int, ...]:
+        known = self._writers.get(_key(tensor))
+        return (
+            known[1]
+            if known is not None
+            else (self._source(tensor, place, f"constant {argument}"),)
+        )
+
+    def _source(self, tensor: Tensor, place: Location, name: str) -> int:
+        """Add a row for a weight, buffer, input or constant that is read for the first time."""
+        key = _key(tensor)
+        if key not in self._stored and place.class_name:  # FSDP gathers weights for each forward
+            self._stored |= _stored_in(self._model.get_submodule(place.module), place.module)
+        if key in self._stored:
+            name, tensor = self._stored[key]  # which may be read as a view
+        value = stored(tensor.detach())
+        samples = self._samples if value.dim() and len(value) % self._samples == 0 else 1
+        weight = name.startswith(("parameter", "buffer"))
+        groups, blocks = (1, K) if weight else (samples, 32)
+        form = dtype_name(value.dtype)
+        head = ["source", place.module, name, form, form]
+        row = self._put(value, groups, head, blocks=blocks)
+        self._write(tensor, (row,))
+        return row
+
+    def _is_data(self, value: Any) -> bool:
+        return _is_whole(value) and value not in self._derived
+
+    def turn(self, made: Tensor, dims: Sequence[int]) -> None:
+        """Remember storages whose rows are no samples, as dims 0 and 1 were swapped."""
+        if made.dim() > 2 and {d % made.dim() for d in dims} == {0, 1}:
+            self._turned.put(made, made not in self._turned)
+
+    def derive(self, made: Sequence[Any], given: Sequence[Any]) -> None:
+        """Remember what has no row: further results, and integers that may differ by rounding."""
+        tensors = [*floating(made)]
+        for tensor in tensors[1:]:
+            if _key(tensor) not in self._writers and _key(tensors[0]) in self._writers:
+                self._write(tensor, self._writers[_key(tensors[0])][1])
+        whole = [value for value in made if _is_whole(value)]
+        rounded = whole and any(_is_whole(v) and v in self._derived for v in given)
+        if rounded or (whole and [*floating(given)]):
+            for value in whole:
+                self._derived.put(value)
+
+    def _hash(self, value: Tensor) -> int:
+        """Hash integers or truth values as a whole, and sample by sample in any order."""
+        local = stored(value)
+        key = (local.data_ptr(), local._version, local.shape, local.stride(), local.dtype)
+        if key not in self._known:
+            size = len(local) if local.dim() else 1
+            groups = self._samples if size % self._samples == 0 else 1
+            both = [sample_hashes(local, 1).sum(), sample_hashes(local, groups).sum()]
+            self._hashes.append(torch.stack(both))
+            self._known[key] = local, len(self._hashes) - 1
+        return self._known[key][1]
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    def before(self, name: str, weight: Tensor) -> None:
+        """Take a weight before the update, after which nothing more is recorded."""
+        if not self.sealed:
+            self.sealed = True
+            self._seal()
+        read = self._writers.get(_key(weight), (None, ()))[1]
+        if not read or self._rows[read[0]][2] != self._words.get(f"parameter {name}"):
+            self._weight("before", name, weight)  # the forward has read another: a master
+
+    def after(self, name: str, weight: Tensor) -> None:
+        """Take a weight after the update."""
+        self._weight("after", name, weight)
+
+    def gradient(self, name: str, gradient: Tensor, scale: float) -> None:
+        """Take a finished gradient."""
+        self._weight("gradient", name, gradient if scale == 1 else gradient / scale)
+
+    def _weight(self, direction: str, name: str, value: Tensor) -> None:
+        parameter, local = self._parameters.get(name), stored(value.detach())
+        reads = () if direction == "after" else self._writers.get(_key(value), (None, ()))[1]
+        form = dtype_name(local.dtype)
+        if isinstance(parameter, DTensor) and parameter.shape != local.shape:
+            box = parameter.__create_chunk_list__()[0]
+            whole = local.new_zeros(parameter.shape)
+            part = (slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            whole[tuple(part)] = local
+            replicas = [
+                c for c, p in zip(parameter.device_mesh.get_coordinate() or (),
+                                  parameter.placements, strict=False) if p.is_replicate()
+            ]  # fmt: skip
+            local, direction = whole, f"{direction} part" if not any(replicas) else "copy"
+        if local.numel() and direction != "copy":
+            with torch.no_grad(), torch.autocast(local.device.type, enabled=False):
+                self._put(local, 1, [direction, "", name, form, form], reads=[*reads], blocks=K)
+
+    def _tied(self) -> Iterator[list[str]]:
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return (each for each in names.values() if len(each) > 1)
+
+    # --- file ------------------------------------------------------------------------------------
+
+    def content(self, optimizers: Sequence[Optimizer], head: dict[str, Any]) -> bytes:
+        """The step as a safetensors file, of at most ``MOST_BYTES``."""
+        for batch in self._passes:
+            batch["batch"] = {k: [form, h.tolist()] for k, (form, h) in batch["batch"].items()}
+        groups = [
+            {k: v for k, v in group.items() if _is_option(v)}
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
+        states: dict[str, str] = {
+            key: dtype_name(value.dtype)
+            for optimizer in optimizers
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.dim()
+        }
+        head |= {"passes": self._passes, "modules": self._modules, "groups": groups}
+        names = [[n, [*p.shape]] for n, p in self._parameters.items()]
+        head |= {"parameters": names, "tied": [*self._tied()]}
+        head |= {"states": states, "scale": self._scale or 1.0, "words": [*self._words]}
+        flat = torch.cat(self._sums).cpu().numpy()
+        cuts = np.cumsum([len(each) for each in self._sums])[:-1]
+        groups_of = [row[-1] for row in self._rows]
+        found = [*map(sketch_of, np.split(flat, cuts), groups_of)]
+        bits = torch.stack(self._bits).cpu().numpy()
+        hashes = torch.stack(self._hashes).cpu().numpy() if self._hashes else None
+        width = K
+        while True:
+            rows = [[*row, f.shape[1]] for row, f in zip(self._rows, found, strict=True)]
+            text = json.dumps({**head, "rows": rows}, separators=(",", ":"))
+            numbers = np.concatenate([f.reshape(-1) for f in found])
+            arrays = {"sketches": numbers, "bits": bits[: len(rows)]}
+            if hashes is not None:
+                arrays["hashes"] = hashes
+            size = len(text) + sum(a.nbytes for a in arrays.values())
+            if size < MOST_BYTES or width == 1:
+                break
+            width //= 2
+            found = [fold(f, width) for f in found]
+        digest = hashlib.sha256(text.encode())
+        for key in sorted(arrays):
+            digest.update(arrays[key].tobytes())
+        return save(arrays, {"step": text, "sha256": digest.hexdigest()})
+
+
+def _stored_in(module: nn.Module, name: str) -> dict[int, tuple[str, Tensor]]:
+    """A module's own parameters and buffers by their storage, with their names."""
+    found = {}
+    for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
+        for own, tensor in held.items():
+            if tensor is not None and not nn.parameter.is_lazy(tensor) and tensor.numel():
+                found[_key(tensor)] = f"{kind} {name}.{own}".replace(" .", " "), tensor
+    return found
+
+
+def _key(tensor: Tensor) -> int:
+    return int(stored(tensor).untyped_storage()._cdata)
+
+
+def _is_option(value: Any) -> bool:
+    """Whether an argument is a plain value that a comparison can show."""
+    if isinstance(value, list | tuple):
+        return len(value) <= 8 and all(_is_option(v) for v in value)
+    return value is None or (
+        isinstance(value, bool | int | float | str) and len(str(value)) < _LONGEST
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a tensor of integers or truth values, with elements."""
+    whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return whole and bool(value.numel()) and value.device.type != "meta"
