@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from halfstep import files
 from halfstep.diagnostics.metrics import keep_lines
 from halfstep.errors import CheckpointError
-from halfstep.files import THREADS, each_of, move, write_whole
+from halfstep.files import THREADS, each_of, write_whole
 
 
 @pytest.fixture
@@ -59,21 +58,3 @@ def test_a_resume_on_a_full_disk_loses_no_line(tmp_path, full_disk):
 def test_items_are_worked_on_side_by_side_by_this_thread_too():
     meeting = threading.Barrier(THREADS)
     each_of(lambda _: meeting.wait(5), range(THREADS))  # raises unless all are at work at once
-
-
-def test_a_folder_whose_new_name_the_disk_takes_at_a_second_try_is_moved(tmp_path, monkeypatch):
-    faults, sync = [OSError(errno.EIO, "Input/output error")], files.sync
-    monkeypatch.setattr(files, "_WAITS", (0.0,))
-
-    def once(path):
-        if path == tmp_path and faults:
-            raise faults.pop()
-        sync(path)
-
-    monkeypatch.setattr(files, "sync", once)
-    (tmp_path / "a").mkdir()
-    move(tmp_path / "a", tmp_path / "b")
-    assert not faults
-    assert [path.name for path in tmp_path.iterdir()] == ["b"]
-    with pytest.raises(CheckpointError, match="No such file"):
-        move(tmp_path / "a", tmp_path / "b")

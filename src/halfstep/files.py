@@ -208,18 +208,15 @@ def make_lasting(where: Where, sha: str) -> None:
 
 def move(folder: Where, to: Where) -> None:
     """Give a folder another name beside its own; on a disk at once, and lasting."""
-    renamed = False
 
     def moved(files: Any, path: str) -> None:
-        nonlocal renamed
         target = url_to_fs(str(to))[1]
         if not isinstance(files, LocalFileSystem):
             files.mv(path, target, recursive=True)
             return
-        if not renamed:  # else an earlier try came so far
+        if os.path.exists(path) or not os.path.exists(target):  # else an earlier try came so far
             sync(Path(path))
             os.rename(path, target)
-            renamed = True
         sync(Path(target).parent)
 
     _tried(folder, moved)

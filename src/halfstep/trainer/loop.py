@@ -259,11 +259,10 @@ class _Books:
 
     def _told(self, tick: Tick, *verdicts: str) -> Tick:
         """Add to a tick what saves and layer health have to say."""
-        verdicts = (*tick.verdicts, *verdicts, *self.news)
-        told = replace(tick, checkpoints=tuple(self._saved), verdicts=verdicts)
+        verdicts, checkpoints = (*tick.verdicts, *verdicts, *self.news), tuple(self._saved)
         self.news.clear()
         self._saved.clear()
-        return told
+        return replace(tick, checkpoints=checkpoints, verdicts=verdicts)
 
     def close_step(
         self, taken: _Taken, causes: CauseSearch, losses: _Losses, *, due: bool, last: bool
@@ -306,7 +305,7 @@ class _Books:
         """At the end of a run, however it ends: other ranks may have ended already."""
         if self._session.world.size == 1:
             self.look(None)
-            if self.failed:  # a word beside the error that ends the run, which is worth more
+            if self.failed:  # which is worth less than the error that ends the run
                 warnings.warn(str(self.failed), stacklevel=2)
 
     def _complete(self, seconds: float | None = None) -> None:
