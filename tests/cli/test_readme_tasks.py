@@ -52,6 +52,7 @@ OUTCOMES = {
     "policy": ([rf"take {AUTO}: ", "source: ", "remainder"], []),
     "memory": ([r"policy .* activations"], []),
     "trace": ([rf"layers\.0\.attn\.qkv +Linear +forward +addmm +3 {PRODUCTS}"], []),
+    "xray": (["nothing found"], []),
     "compare": ([r"step 20; .*", "Written: compared.html"], ["compared.html"]),
     "curves": (["Written: runs/book/report.html"], ["runs/book/report.html"]),
     "mac": (["20 steps applied"], ["runs/mac"]),
