@@ -468,15 +468,20 @@ def save_checkpoint(
         return final
 
     def alone() -> None:
-        if world.size > 1:
-            finish()
-            store, keys = _get_default_store(), [f"{final}/{rank}" for rank in range(world.size)]
-            store.set(keys[world.rank], "")
-            store.wait(keys, _LAST_WORD)
+        _hear_all(world, final, finish)
         if world.is_main:
             complete(World())
 
     return complete() if waits else Save(final, lasting, complete, alone)
+
+
+def _hear_all(world: World, what: Where, finish: Callable[[], None]) -> None:
+    """Finish this rank's part, say so in the group's store, and wait until all ranks do."""
+    if world.size > 1:
+        finish()
+        store, keys = _get_default_store(), [f"{what}/{rank}" for rank in range(world.size)]
+        store.set(keys[world.rank], "")
+        store.wait(keys, _LAST_WORD)
 
 
 @contextmanager
