@@ -1,6 +1,7 @@
 """halfstep.Trainer over several ranks: a user's own module by the same program."""
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def items():
     return [(row, row[:3].argmax()) for row in x]
 
 
-def train(rank, path, seed=0, plan=False, resume=False, stop=0, disk=None, **settings):
+def train(rank, path, seed=0, plan=False, resume=False, stop=0, disk=None, fails=False, **settings):
     torch.manual_seed(seed + rank)  # each rank makes another model; rank 0's counts
     model = Net()
 
@@ -43,6 +44,7 @@ def train(rank, path, seed=0, plan=False, resume=False, stop=0, disk=None, **set
         if disk and tick.record.step == 2:
             assert not list_checkpoints(path / "checkpoints")
             disk.set()
+            assert not fails or 1 / 0
         if tick.record.step == stop - 1 and rank == 1:  # one rank's word is enough
             trainer.stop()
 
@@ -69,6 +71,17 @@ def train_ahead(rank, path, **settings):
         patch.setattr(checkpoint, "make_lasting", lasting)
         patch.setattr(loop, "STILL_SECONDS", 0.0)
         return train(rank, path, disk=disk, **settings)
+
+
+def train_till_an_error(rank, path, gone):
+    """Where all ranks fail in the callback of step 2; one may be gone before its disk is ready."""
+    with pytest.MonkeyPatch.context() as patch:
+        if gone:
+            patch.setattr(checkpoint, "_LAST_WORD", timedelta(seconds=0.1))
+        if gone and rank == 1:
+            patch.setattr(checkpoint.Save, "alone", lambda _: None)
+        with pytest.raises(ZeroDivisionError):
+            train_ahead(rank, path, fails=True)
 
 
 def newest(path):
@@ -109,3 +122,10 @@ def test_a_resume_on_two_ranks_is_bit_for_bit(pool2, tmp_path, settings, kept):
         assert one.keys() == two.keys()
         for name in one:
             assert torch.equal(one[name], two[name]), name
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_save_whose_ranks_fail_is_complete_if_all_have_written_it(pool2, tmp_path, gone):
+    pool2.run(train_till_an_error, path=tmp_path / "r", gone=gone)
+    kept = list_checkpoints(tmp_path / "r" / "checkpoints")
+    assert [path.name for path in kept] == ([] if gone else ["step-00000002"])

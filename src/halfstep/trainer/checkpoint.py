@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -38,6 +39,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, NonFiniteError, StorageError
@@ -75,6 +77,7 @@ CHECKPOINTS = "checkpoints"
 _STATE = "state.json"
 _TEMPORARY = ".unfinished-"  # prefix of folders that are being written or removed
 _DAMAGED = "damaged-"
+_LAST_WORD = timedelta(seconds=10)  # that ranks wait for one another after an error
 _NAME = re.compile(r"step-(\d{8,})")
 
 AVERAGE, BUFFER = "ema", "buffer"
@@ -414,6 +417,11 @@ class Save(NamedTuple):
     """Those of this rank's files, which are done when the disk has them."""
     complete: Callable[[], Any]
     """Wait for the disk, name it, and remove old ones, as :func:`save_checkpoint` says."""
+    alone: Callable[[], Any]
+    """The same at a run's end, where ranks may be gone: if all say in time that they have theirs.
+
+    They say it in the group's store, as one that is gone would break any collective.
+    """
 
 
 def save_checkpoint(
@@ -451,7 +459,7 @@ def save_checkpoint(
         reports = _on_all(world, lambda: _written(checkpoint, here, world, files))
     lasting, finish = begin_each(lambda each: make_lasting(*each), files.items())
 
-    def complete() -> Any:
+    def complete(world: World = world) -> Any:
         with _all_or_nothing(world, folder, here, final):
             _on_all(world, finish)
             _on_main(world, lambda: _commit(state, reports, here, final))
@@ -459,7 +467,21 @@ def save_checkpoint(
             _on_main(world, lambda: _prune(folder, keep, {final, best}))
         return final
 
-    return complete() if waits else Save(final, lasting, complete)
+    def alone() -> None:
+        _hear_all(world, final, finish)
+        if world.is_main:
+            complete(World())
+
+    return complete() if waits else Save(final, lasting, complete, alone)
+
+
+def _hear_all(world: World, what: Where, finish: Callable[[], None]) -> None:
+    """Finish this rank's part, say so in the group's store, and wait until all ranks do."""
+    if world.size > 1:
+        finish()
+        store, keys = _get_default_store(), [f"{what}/{rank}" for rank in range(world.size)]
+        store.set(keys[world.rank], "")
+        store.wait(keys, _LAST_WORD)
 
 
 @contextmanager

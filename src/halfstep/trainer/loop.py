@@ -303,10 +303,11 @@ class _Books:
 
     def close(self) -> None:
         """At the end of a run, however it ends: other ranks may have ended already."""
-        if self._session.world.size == 1:
-            self.look(None)
-            if self.failed:  # which is worth less than the error that ends the run
-                warnings.warn(str(self.failed), stacklevel=2)
+        if self._begun:
+            try:
+                self._begun.alone()
+            except RuntimeError as error:  # which is worth less than the one that ends the run
+                warnings.warn(str(error), stacklevel=2)
 
     def _complete(self, seconds: float | None = None) -> None:
         """Complete the save that was begun; not if in some seconds the disk has not all of it."""
