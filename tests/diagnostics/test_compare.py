@@ -479,7 +479,7 @@ def test_the_command_prints_the_difference_and_ends_with_1(runs, capsys):
     good, other = runs.once(), runs("causal", change=put("blocks.1.attn", causal=False))
     assert main(["compare", str(good), str(runs.once(amp=BF16))]) == 0
     assert "no difference beyond rounding" in capsys.readouterr().out
-    assert main(["compare", str(good), str(other), "--all"]) == 1
+    assert main(["compare", str(good), str(other)]) == 1
     out = capsys.readouterr().out
     assert "fault mask: step 1, forward of blocks.1.attn (Attention), attention" in out
     assert "is_causal is True" in out

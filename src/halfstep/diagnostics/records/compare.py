@@ -140,16 +140,6 @@ def compare(a: str | Path, b: str | Path, *, floor: Sequence[str | Path] = ()) -
     return _Pair(first, second, measured).compared()
 
 
-def distances(a: str | Path, b: str | Path) -> list[tuple[str, ...]]:
-    """Each operation of the first common step: where it runs, how far apart it is, what may be."""
-    pair = _Pair(Recorded(a), Recorded(b), {})
-    judged = pair.steps(pair.numbers[0]).judged()
-    return [
-        (x.module or "-", x.direction, x.op, f"{found.relative:.1e}", f"{allowed:.1e}")
-        for x, _, found, allowed, _ in judged
-    ]
-
-
 class _Pair:
     """Two records."""
 
