@@ -196,15 +196,14 @@ class _Steps:
     def __init__(self, pair: _Pair, a: Step, b: Step, number: int) -> None:
         self.pair, self.a, self.b, self.number = pair, a, b, number
         self.who = pair.a.name, pair.b.name
-        self.names = recorded.names_of(a, b, (pair.a, pair.b))
-        self.pairs = dict(align(a.parts[0].rows, b.parts[0].rows, self.names))
+        recorded.require_one_model(pair.a, pair.b, (a, b))
+        self.pairs = dict(align(a.parts[0].rows, b.parts[0].rows))
         self.partner = self.pairs | {y: x for x, y in self.pairs.items()}
         pair.aligned["operations"] += len(self.pairs)
         pair.aligned["modules"] = len({x.module for x in self.pairs})
         self.order = recorded.order_of(a, b)
         self.same_layout = len(a.parts) == len(b.parts) and self.order is None
-        self.modules = {plain(m[0]): m for m in a.head["modules"]}
-        self.others = {self.names.get(plain(m[0])): m for m in b.head["modules"]}
+        self.modules, self.others = ({plain(m[0]): m for m in s.head["modules"]} for s in (a, b))
         self.apart: dict[Row, float] = {}  # by row of either side
         self.exact: set[Row] = set()  # equal in bits on both sides
         self.sources: dict[Row, list[tuple[Row, Row, Apart]]] = {}
@@ -404,8 +403,6 @@ class _Steps:
             each = [", ".join(side[:6]) or "nothing" for side in ops]
             text = f"{self.who[0]} runs {each[0]} there, {self.who[1]} {each[1]}"
             proof = _Proof("activation" if active else "operation", text)
-            if not sides[0]:
-                row = replace(row, module=self.names.get(row.module, row.module))
         elif found.off_ratio <= max(allowed, 1e-4) and abs(found.ratio - 1) > allowed:
             text = f"{self.who[1]}'s is {found.ratio:.4g} times {self.who[0]}'s"
             proof = _Proof("scale", text)

@@ -216,49 +216,29 @@ def _parsed(head: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Step:
 # --- alignment ------------------------------------------------------------------------------------
 
 
-def names_of(a: Step, b: Step, who: tuple[Recorded, Recorded]) -> dict[str, str]:
-    """The name in ``a`` of each module of ``b``.
+def require_one_model(a: Recorded, b: Recorded, steps: tuple[Step, Step]) -> None:
+    """Refuse records whose models have less than a fifth of their parameters in common.
 
     Raises:
-        DataError: If the models have too little in common.
+        DataError: Naming both.
     """
-    shapes = [{plain(n): tuple(s) for n, s in step.head["parameters"]} for step in (a, b)]
-    same = [n for n in shapes[0] if n in shapes[1]]
-    mine, theirs = (
-        {plain(m[0]) for m in a.head["modules"]},
-        {plain(m[0]) for m in b.head["modules"]},
-    )
-    if len(same) * 5 >= max(map(len, shapes)) or not any(shapes):
-        return {name: name for name in theirs & mine}
-    by_shape: dict[tuple[int, ...], list[list[str]]] = defaultdict(lambda: [[], []])
-    for side in (0, 1):
-        for name, shape in shapes[side].items():
-            by_shape[shape][side].append(name)
-    if any(len(ours) != len(others) for ours, others in by_shape.values()):
+    names = [{(plain(n), *shape) for n, shape in step.head["parameters"]} for step in steps]
+    same, most = len(names[0] & names[1]), max(map(len, names))
+    if same * 5 < most:
         raise DataError(
-            f"records of other models: {len(same)} of {max(map(len, shapes))} parameters in common "
-            f"({who[0].name}: {who[0].head.get('model')!s:.40}, {who[1].name}: "
-            f"{who[1].head.get('model')!s:.40}); record the same model twice"
+            f"records of other models: {same} of {most} parameters in common ({a.name}: "
+            f"{a.head.get('model')!s:.40}, {b.name}: {b.head.get('model')!s:.40}); record the same "
+            "model twice"
         )
-    found: dict[str, str] = {"": ""}
-    for ours, others in by_shape.values():
-        for one, other in zip(ours, others, strict=True):
-            while one and other:  # the modules around it, too
-                one, other = one.rpartition(".")[0], other.rpartition(".")[0]
-                found.setdefault(other, one)
-    return found
 
 
-def align(
-    a: Sequence[Row], b: Sequence[Row], names: Mapping[str, str] | None = None
-) -> Iterator[tuple[Row, Row]]:
-    """Pair the operations of each module in each direction, in order; ``names`` are those of b."""
+def align(a: Sequence[Row], b: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Pair the operations of each module in each direction, in order."""
     groups: dict[tuple[str, str], tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))
     for side, rows in enumerate((a, b)):
         for row in rows:
-            module = names.get(row.module) if names is not None and side else row.module
-            if row.direction in ("forward", "backward") and module is not None:
-                groups[module, row.direction][side].append(row)
+            if row.direction in ("forward", "backward"):
+                groups[row.module, row.direction][side].append(row)
     for (_, direction), (ours, others) in groups.items():
         left, right = (
             [f"{r.op} {len(r.shape)} {r.shape[1:][-1:]}" for r in side] for side in (ours, others)
