@@ -512,29 +512,24 @@ class _Steps:
             return first, _Proof("lost update", text)
         if len(still[0]) != len(still[1]):
             self.pair.note("lost_update", text, "keep masters, or round stochastically")
-        return self._moves(rows)
-
-    def _moves(self, rows: Sequence[tuple[str, Row, Row, Apart]]) -> tuple[First, _Proof] | None:
-        """Compare the updates of equal weights by equal gradients."""
-        for name, x, y, _ in rows:
-            both = [
-                (step.start(name), step.weights.get(("gradient", name)))
-                for step in (self.a, self.b)
-            ]
-            starts, gradients = zip(*both, strict=True)
-            known = [apart([r], [s]) if r and s else None for r, s in (starts, gradients)]
-            if not all(each is not None and each.equal for each in known):
-                continue
-            moves = [
-                replace(r, sketch=r.sketch - s.sketch) for r, s in zip((x, y), starts, strict=True)
-            ]
-            found = apart(moves[:1], moves[1:])
-            room = 1e-2 + 2**-18 * x.norm / (max(m.norm for m in moves) or 1.0)
-            if found is not None and x.outputs == y.outputs and found.relative > room:
-                row = replace(x, module=name.rpartition(".")[0], direction="update")
-                text = "equal weights and gradients are moved otherwise"
-                return self._first(row, found, room, True, "step"), _Proof("optimizer", text)
+        for name, found, room in self._moved(rows):
+            row = replace(row, module=name.rpartition(".")[0])
+            text = "equal weights and gradients are moved otherwise"
+            return self._first(row, found, room, True, "step"), _Proof("optimizer", text)
         return None
+
+    def _moved(self, rows: Sequence[tuple[str, Row, Row, Apart]]) -> Iterator[tuple[str, Apart, float]]:
+        """How far apart equal weights are moved by equal gradients, where it is no rounding."""
+        same = {name for name, *_, found in self._weights("gradient") if found.equal}
+        for name, x, y, _ in rows:
+            ends = (x, self.a.start(name)), (y, self.b.start(name))
+            if name not in same or len({s.bits if s else id(r) for r, s in ends}) > 1:
+                continue
+            moves = [replace(r, sketch=r.sketch - s.sketch) for r, s in ends if s]
+            found = apart(moves[:1], moves[1:])
+            room = 1e-2 + 2**-18 * x.norm / (max((m.norm for m in moves), default=0.0) or 1.0)
+            if found is not None and x.outputs == y.outputs and found.relative > room:
+                yield name, found, room
 
 
 def _cause(name: str, other: str) -> str:
