@@ -169,7 +169,7 @@ class _Mode(Tracker):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module) -> None:
         self.step: _Step | None = None
-        super().__init__(model, ModuleCalls(model, lambda *_: None, begun=self._begun))
+        super().__init__(model, ModuleCalls(model, lambda *_: None))
         self._on = self._own = False
         self._depth = _len_torch_dispatch_stack()
 
@@ -180,7 +180,7 @@ class _Mode(Tracker):  # type: ignore[no-untyped-call]
             self.pause()
         elif not self._on and _len_torch_dispatch_stack() == self._depth:
             self._handle = self._model.register_forward_pre_hook(
-                Hook(self._inputs), with_kwargs=True
+                Hook(self._begun), with_kwargs=True
             )
             self.__enter__()
             self._on = True
@@ -199,24 +199,16 @@ class _Mode(Tracker):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         several = result if isinstance(result, tuple) else (result,)
-        if func is torch.ops.aten.transpose.int:
-            self.step.turn(result, args[1:])
         if len(several) > 1 or _is_whole(result):
             self.step.derive(several, [*args, *(kwargs or {}).values()])
         return result
 
-    def _begun(self, args: Any) -> None:
-        self._take(lambda step: step.begin((str(i), value) for i, value in enumerate(args)))
-
-    def _inputs(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._take(lambda step: step.inputs(kwargs.items()))
-
-    def _take(self, batch: Callable[[_Step], None]) -> None:
+    def _begun(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         again = torch._C._current_graph_task_id() != -1  # by a checkpoint
         if self.step is not None and torch.is_grad_enabled() and not again:
             self._own = True
             with torch.no_grad():
-                batch(self.step)
+                self.step.begin({**{str(i): value for i, value in enumerate(args)}, **kwargs})
             self._own = False
 
     def passed(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
@@ -240,23 +232,6 @@ def _reference(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(stored(tensor).untyped_storage())  # type: ignore[no-untyped-call]
 
 
-class _Storages:
-    """A set of the storages of tensors."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, StorageWeakRef] = {}
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return bool(self._held) and _key(tensor) in self._held
-
-    def put(self, tensor: Tensor, inside: bool = True) -> None:
-        """Put a tensor's storage into the set, or take it out."""
-        if inside:
-            self._held[_key(tensor)] = _reference(tensor)
-        elif self._held:
-            self._held.pop(_key(tensor), None)
-
-
 class _Step:
     """What one step computed, as rows that name the rows that they read."""
 
@@ -274,7 +249,7 @@ class _Step:
         self._stored = {
             k: v for n, m in reversed([*model.named_modules()]) for k, v in _stored_in(m, n).items()
         }
-        self._turned, self._derived = _Storages(), _Storages()
+        self._derived: dict[int, StorageWeakRef] = {}  # storages of integers that may differ
         self._known: dict[Any, tuple[Tensor, int]] = {}
         self._passes: list[dict[str, Any]] = []
         self._samples = 1
@@ -302,29 +277,17 @@ class _Step:
 
     # --- batches ---------------------------------------------------------------------------------
 
-    def begin(self, args: Any) -> None:
-        """Begin a forward of the whole model, unless it goes on with what the step has computed."""
-        args = [*args]
-        if self._passes and any(self._computed(value) for _, value in args):
+    def begin(self, named: Mapping[str, Any]) -> None:
+        """Begin a forward of the model with this batch, or go on with what the step computed."""
+        if self._passes and any(map(self._computed, named.values())):
             return
         states = [torch.get_rng_state()]
         if torch.cuda.is_available():
             states.append(torch.cuda.get_rng_state())
         random = zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
-        self._passes.append({"random": random, "batch": {}, "samples": 0})
-        self.inputs(args)
-
-    def _computed(self, value: Any) -> bool:
-        source = self._words.get("source")
-        rows = [r for t in floating(value) for r in self._writers.get(_key(t), (None, ()))[1]]
-        return any(self._rows[row][0] != source for row in rows)
-
-    def inputs(self, named: Any) -> None:
-        """Hash the samples of a batch."""
-        if not self._passes:
-            return
-        batch = self._passes[-1]
-        for name, value in named:
+        batch: dict[str, Any] = {"random": random, "batch": {}, "samples": 0}
+        self._passes.append(batch)
+        for name, value in named.items():
             if isinstance(value, Tensor) and value.dim() and value.numel():
                 size = batch["samples"] = batch["samples"] or len(value)
                 made = self._computed(value)
@@ -338,6 +301,11 @@ class _Step:
         while groups > K and not groups % 2:
             groups //= 2
         self._samples = groups if groups <= K else 1
+
+    def _computed(self, value: Any) -> bool:
+        source = self._words.get("source")
+        rows = [r for t in floating(value) for r in self._writers.get(_key(t), (None, ()))[1]]
+        return any(self._rows[row][0] != source for row in rows)
 
     # --- operations ------------------------------------------------------------------------------
 
@@ -370,11 +338,9 @@ class _Step:
             for tensor in values:
                 reads |= dict.fromkeys(self._writers_of(tensor, one.place, name))
         shared = _key(made) in {_key(t) for t in one.given} and not one.known.writes
-        turned = any(tensor in self._turned for tensor in one.given)
         if (one.op == "cast" and reads) or one.known.collective or shared:
             if not shared:
                 self._write(made, tuple(reads))
-                self._turned.put(made, turned)
             return
         again = one.direction == "forward" and torch._C._current_graph_task_id() != -1
         direction = "recomputed" if again else one.direction
@@ -384,13 +350,12 @@ class _Step:
         args = [[self._word(k), v] for k, v in pairs if _is_option(v)]
         ints = [[self._word(k), self._hash(v)] for k, v in pairs if self._is_data(v)]
         size = len(value) if value.dim() else 1
-        groups = self._samples if size % self._samples == 0 and not turned else 1
+        groups = self._samples if size % self._samples == 0 else 1
         forms = [", ".join(one.inputs), ", ".join(one.outputs)]
         head = [direction, one.place.module, one.op, *forms]
         row = self._put(value, groups, head, args, [*reads][:16], ints)
         for tensor in one.made:
             self._write(tensor, (row,))
-            self._turned.put(tensor, turned)
 
     def passed(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Let results count as what made the operands."""
@@ -429,12 +394,7 @@ class _Step:
         return row
 
     def _is_data(self, value: Any) -> bool:
-        return _is_whole(value) and value not in self._derived
-
-    def turn(self, made: Tensor, dims: Sequence[int]) -> None:
-        """Remember storages whose rows are no samples, as dims 0 and 1 were swapped."""
-        if made.dim() > 2 and {d % made.dim() for d in dims} == {0, 1}:
-            self._turned.put(made, made not in self._turned)
+        return _is_whole(value) and _key(value) not in self._derived
 
     def derive(self, made: Sequence[Any], given: Sequence[Any]) -> None:
         """Remember what has no row: further results, and integers that may differ by rounding."""
@@ -443,10 +403,8 @@ class _Step:
             if _key(tensor) not in self._writers and _key(tensors[0]) in self._writers:
                 self._write(tensor, self._writers[_key(tensors[0])][1])
         whole = [value for value in made if _is_whole(value)]
-        rounded = whole and any(_is_whole(v) and v in self._derived for v in given)
-        if rounded or (whole and [*floating(given)]):
-            for value in whole:
-                self._derived.put(value)
+        if whole and ([*floating(given)] or any(_is_whole(v) and not self._is_data(v) for v in given)):
+            self._derived |= {_key(value): _reference(value) for value in whole}
 
     def _hash(self, value: Tensor) -> int:
         """Hash integers or truth values as a whole, and sample by sample in any order."""
