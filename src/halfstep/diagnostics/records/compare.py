@@ -207,15 +207,10 @@ class _Steps:
         self.apart: dict[Row, float] = {}  # by row of either side
         self.exact: set[Row] = set()  # equal in bits on both sides
         self.sources: dict[Row, list[tuple[Row, Row, Apart]]] = {}
-        # Whether matmuls run in the same formats, and of each operation how many do.
-        self.groups: dict[str, list[bool]] = defaultdict(list)
-        for x, y in self.pairs.items():
-            self.groups[x.op].append(_forms(x) == _forms(y))
-            if is_product(x.op):
-                self.groups["matmuls"].append(x.inputs[-1:] == y.inputs[-1:])
-        same = self.groups.get("matmuls", [True])
+        products = [(x, y) for x, y in self.pairs.items() if is_product(x.op)]
+        same = sum(x.inputs[-1:] == y.inputs[-1:] for x, y in products)
         policies = {str(r.head.get("policy")) for r in (pair.a, pair.b)}
-        self.alike = len(policies) == 1 and sum(same) >= 0.6 * len(same)
+        self.alike = len(policies) == 1 and same >= 0.6 * len(products)
         ties = [{frozenset(map(plain, names)) for names in step.head["tied"]} for step in (a, b)]
         self.ties_differ = ties[0] != ties[1]
 
@@ -338,9 +333,8 @@ class _Steps:
             return _Proof("dropout seed", f"the generators began the step {states}")
         made = [(r.outputs, self.partner.get(r)) for r in x.reads if not r.kind]
         inherits = any(other is None or other.outputs != forms for forms, other in made)
-        usual = sum(self.groups[x.op]) >= 0.6 * len(self.groups[x.op])
         other_form = _forms(x) != _forms(y) and x.direction == "forward"
-        if self.alike and usual and other_form and not inherits:
+        if self.alike and other_form and not inherits:
             each = f"{_forms(x)} in {self.who[0]}, {_forms(y)} in {self.who[1]}"
             return _Proof("format", f"it computes in {each}")
         return None
@@ -417,23 +411,17 @@ class _Steps:
                 yield from self._alone(each, depth - 1)
 
     def _with_module(self, row: Row, proof: _Proof) -> _Proof:
-        """Add what differs in the attributes of the module, or else of those around it."""
-        name = row.module
-        while True:
-            mine, theirs = self.modules.get(name), self.others.get(name)
-            if mine and theirs:
-                facts = [{**m[4], "training": m[3], "repr": m[2]} for m in (mine, theirs)]
-                for key in (k for k in facts[0] if k in facts[1] and facts[0][k] != facts[1][k]):
-                    each = f"{facts[0][key]} in {self.who[0]}, {facts[1][key]} in {self.who[1]}"
-                    text = "; ".join(
-                        filter(None, (proof.text, f"{name or 'the model'}.{key} is {each}"))
-                    )
-                    known = _cause(key, "dropout" if key == "p" else proof.cause or "option")
-                    vague = proof.cause in ("", "operation", "option")
-                    return _Proof(known if vague else proof.cause, text)
-            if not name:
-                return proof
-            name = name.rpartition(".")[0]
+        """Add what differs in the attributes of the module."""
+        mine, theirs = self.modules.get(row.module), self.others.get(row.module)
+        if not (mine and theirs):
+            return proof
+        facts = [{**m[4], "training": m[3], "repr": m[2]} for m in (mine, theirs)]
+        for key in (k for k in facts[0] if k in facts[1] and facts[0][k] != facts[1][k]):
+            each = f"{key} is {facts[0][key]} in {self.who[0]}, {facts[1][key]} in {self.who[1]}"
+            text = f"{proof.text}; " * bool(proof.text) + f"{row.module or 'the model'}.{each}"
+            known = _cause(key, "dropout" if key == "p" else proof.cause or "option")
+            return _Proof(known if proof.cause in ("", "operation", "option") else proof.cause, text)
+        return proof
 
     def _batch(self) -> _Proof | None:
         """What of the batch differs, besides the order of the samples in it."""
