@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from halfstep.diagnostics.records.recording import FORMAT
+from halfstep.diagnostics.records.recording import FORMAT, digest_of
 from halfstep.diagnostics.records.sketch import fold
 from halfstep.errors import DataError, HalfstepError
 from halfstep.files import parse_json, read_json
@@ -36,7 +36,7 @@ class Row:
     outputs: list[str]
     args: dict[str, Any]
     reads: list[Row]
-    ints: dict[str, tuple[int, int]]
+    ints: dict[str, list[int]]
     number: int
     samples: int  # of the batch that it is part of
     shape: list[int]
@@ -156,51 +156,29 @@ class Recorded:
 def _read(path: Path) -> Step:
     try:
         with safe_open(path, framework="numpy") as file:
-            meta = file.metadata() or {}
-            arrays = {key: file.get_tensor(key) for key in sorted(file.keys())}
-        text = meta["step"]
-        digest = hashlib.sha256(text.encode())
-        for key in sorted(arrays):
-            digest.update(arrays[key].tobytes())
-        if digest.hexdigest() != meta["sha256"]:
-            raise DataError(f"{path}: has changed since it was written; record again")
-        return _parsed(parse_json(text.encode(), path), arrays)
+            arrays = {key: file.get_tensor(key) for key in file.keys()}
+            if digest_of(arrays) != (file.metadata() or {})["sha256"]:
+                raise DataError(f"{path}: has changed since it was written; record again")
+        return _parsed(parse_json(zlib.decompress(arrays["step"].tobytes()), path), arrays)
     except HalfstepError:
         raise
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError,
-            OverflowError, MemoryError, RecursionError) as error:  # fmt: skip
+            OverflowError, MemoryError, zlib.error, RecursionError) as error:  # fmt: skip
         raise DataError(f"{path}: no step of a record, or damaged ({error!r:.80})") from error
 
 
 def _parsed(head: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Step:
-    words, start = head["words"], 0
-    rows: list[Row] = []
+    start, rows = 0, list[Row]()
     passes = head["passes"] or [{"batch": {}, "samples": 0, "random": 0}]
     sizes = [each["samples"] or 1 for each in passes]
-    hashes = arrays.get("hashes", np.zeros((0, 2), np.int64)).tolist()
-    for i, (given, bits) in enumerate(zip(head["rows"], arrays["bits"].tolist(), strict=True)):
-        *names, args, reads, ints, number, shape, groups, width = given
-        direction, module, op, inputs, outputs = (words[n] for n in names)
+    hashes = arrays["hashes"].tolist()
+    for i, (row, bits) in enumerate(zip(head.pop("rows"), arrays["bits"].tolist(), strict=True)):
+        groups, width = row.pop("groups"), row.pop("width")
         numbers = arrays["sketches"][start : (start := start + groups * width)]
-        row = Row(
-            *(
-                i,
-                direction,
-                plain(module),
-                op,
-                inputs.split(", ") if inputs else [],
-                outputs.split(", "),
-            ),
-            args={words[k]: v for k, v in args},
-            reads=[rows[r] for r in reads],
-            ints={words[k]: tuple(hashes[h]) for k, h in ints},
-            number=number,
-            samples=sizes[number],
-            shape=shape,
-            sketch=numbers.reshape(groups, width),
-            bits=bits,
-        )
-        rows.append(row)
+        row |= {"module": plain(row["module"]), "reads": [rows[r] for r in row["reads"]]}
+        row |= {"ints": {k: hashes[h] for k, h in row["ints"].items()}}
+        samples, sketch = sizes[row["number"]], numbers.reshape(groups, width)
+        rows.append(Row(**row, index=i, samples=samples, sketch=sketch, bits=bits))
     parts = [Part([], each["batch"], each["samples"], each["random"]) for each in passes]
     step = Step(head, parts)
     for row in rows:

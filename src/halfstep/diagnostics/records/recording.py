@@ -240,11 +240,10 @@ class _Step:
     ) -> None:
         self._model, self._ask, self._scale, self._seal = model, scale, 0.0, seal
         self._parameters = dict(model.named_parameters())
-        self._rows: list[list[Any]] = []
+        self._rows: list[dict[str, Any]] = []
         self._sums: list[Tensor] = []
         self._bits: list[Tensor] = []
         self._hashes: list[Tensor] = []
-        self._words: dict[str, int] = {}
         self._writers: dict[int, tuple[StorageWeakRef, tuple[int, ...]]] = {}
         self._stored = {
             k: v for n, m in reversed([*model.named_modules()]) for k, v in _stored_in(m, n).items()
@@ -303,24 +302,18 @@ class _Step:
         self._samples = groups if groups <= K else 1
 
     def _computed(self, value: Any) -> bool:
-        source = self._words.get("source")
         rows = [r for t in floating(value) for r in self._writers.get(_key(t), (None, ()))[1]]
-        return any(self._rows[row][0] != source for row in rows)
+        return any(self._rows[row]["direction"] != "source" for row in rows)
 
     # --- operations ------------------------------------------------------------------------------
 
-    def _word(self, text: str) -> int:
-        return self._words.setdefault(text, len(self._words))
-
-    def _put(
-        self, value: Tensor, groups: int, head: Sequence[str], args: Any = (), reads: Any = (),
-        ints: Any = (), blocks: int = 32,
-    ) -> int:  # fmt: skip
+    def _put(self, value: Tensor, groups: int, blocks: int = 32, **row: Any) -> int:
         self._sums.append(block_sums(value, groups, blocks))
         self._bits.append(bit_sum(value))
-        number = max(len(self._passes) - 1, 0)
-        words = [self._word(text) for text in head]
-        self._rows.append([*words, args, reads, ints, number, list(value.shape), groups])
+        forms = [dtype_name(value.dtype)]
+        known = {"inputs": forms, "outputs": forms, "args": {}, "reads": [], "ints": {}}
+        known |= {"number": max(len(self._passes) - 1, 0), "shape": [*value.shape]}
+        self._rows.append({**known, **row, "groups": groups})
         return len(self._rows) - 1
 
     def add(self, one: Ran) -> None:
@@ -347,13 +340,14 @@ class _Step:
         value = stored(made.detach())
         if direction == "backward" and not self._scale:
             self._scale = self._ask()
-        args = [[self._word(k), v] for k, v in pairs if _is_option(v)]
-        ints = [[self._word(k), self._hash(v)] for k, v in pairs if self._is_data(v)]
         size = len(value) if value.dim() else 1
         groups = self._samples if size % self._samples == 0 else 1
-        forms = [", ".join(one.inputs), ", ".join(one.outputs)]
-        head = [direction, one.place.module, one.op, *forms]
-        row = self._put(value, groups, head, args, [*reads][:16], ints)
+        row = self._put(
+            value, groups, direction=direction, module=one.place.module, op=one.op,
+            inputs=one.inputs, outputs=one.outputs, reads=[*reads][:16],
+            args={k: v for k, v in pairs if _is_option(v)},
+            ints={k: self._hash(v) for k, v in pairs if self._is_data(v)},
+        )  # fmt: skip
         for tensor in one.made:
             self._write(tensor, (row,))
 
@@ -387,9 +381,7 @@ class _Step:
         samples = self._samples if value.dim() and len(value) % self._samples == 0 else 1
         weight = name.startswith(("parameter", "buffer"))
         groups, blocks = (1, K) if weight else (samples, 32)
-        form = dtype_name(value.dtype)
-        head = ["source", place.module, name, form, form]
-        row = self._put(value, groups, head, blocks=blocks)
+        row = self._put(value, groups, blocks, direction="source", module=place.module, op=name)
         self._write(tensor, (row,))
         return row
 
@@ -426,7 +418,7 @@ class _Step:
             self.sealed = True
             self._seal()
         read = self._writers.get(_key(weight), (None, ()))[1]
-        if not read or self._rows[read[0]][2] != self._words.get(f"parameter {name}"):
+        if not read or self._rows[read[0]]["op"] != f"parameter {name}":
             self._weight("before", name, weight)  # the forward has read another: a master
 
     def after(self, name: str, weight: Tensor) -> None:
@@ -440,7 +432,6 @@ class _Step:
     def _weight(self, direction: str, name: str, value: Tensor) -> None:
         parameter, local = self._parameters.get(name), stored(value.detach())
         reads = () if direction == "after" else self._writers.get(_key(value), (None, ()))[1]
-        form = dtype_name(local.dtype)
         if isinstance(parameter, DTensor) and parameter.shape != local.shape:
             box = parameter.__create_chunk_list__()[0]
             whole = local.new_zeros(parameter.shape)
@@ -453,7 +444,7 @@ class _Step:
             local, direction = whole, f"{direction} part" if not any(replicas) else "copy"
         if local.numel() and direction != "copy":
             with torch.no_grad(), torch.autocast(local.device.type, enabled=False):
-                self._put(local, 1, [direction, "", name, form, form], reads=[*reads], blocks=K)
+                self._put(local, 1, K, direction=direction, module="", op=name, reads=[*reads])
 
     def _tied(self) -> Iterator[list[str]]:
         names: dict[int, list[str]] = {}
@@ -482,30 +473,23 @@ class _Step:
         head |= {"passes": self._passes, "modules": self._modules, "groups": groups}
         names = [[n, [*p.shape]] for n, p in self._parameters.items()]
         head |= {"parameters": names, "tied": [*self._tied()]}
-        head |= {"states": states, "scale": self._scale or 1.0, "words": [*self._words]}
+        head |= {"states": states, "scale": self._scale or 1.0}
         flat = torch.cat(self._sums).cpu().numpy()
         cuts = np.cumsum([len(each) for each in self._sums])[:-1]
-        groups_of = [row[-1] for row in self._rows]
+        groups_of = [row["groups"] for row in self._rows]
         found = [*map(sketch_of, np.split(flat, cuts), groups_of)]
-        bits = torch.stack(self._bits).cpu().numpy()
-        hashes = torch.stack(self._hashes).cpu().numpy() if self._hashes else None
+        arrays = {"bits": torch.stack(self._bits).cpu().numpy()}
+        arrays["hashes"] = torch.stack(self._hashes or [torch.zeros(2).long()]).cpu().numpy()
         width = K
         while True:
-            rows = [[*row, f.shape[1]] for row, f in zip(self._rows, found, strict=True)]
-            text = json.dumps({**head, "rows": rows}, separators=(",", ":"))
-            numbers = np.concatenate([f.reshape(-1) for f in found])
-            arrays = {"sketches": numbers, "bits": bits[: len(rows)]}
-            if hashes is not None:
-                arrays["hashes"] = hashes
-            size = len(text) + sum(a.nbytes for a in arrays.values())
-            if size < MOST_BYTES or width == 1:
-                break
+            rows = [{**row, "width": f.shape[1]} for row, f in zip(self._rows, found, strict=True)]
+            text = zlib.compress(json.dumps({**head, "rows": rows}).encode(), 1)
+            arrays["step"] = np.frombuffer(text, np.uint8)
+            arrays["sketches"] = np.concatenate([f.reshape(-1) for f in found])
+            if sum(a.nbytes for a in arrays.values()) < MOST_BYTES or width == 1:
+                return save(arrays, {"sha256": digest_of(arrays)})
             width //= 2
             found = [fold(f, width) for f in found]
-        digest = hashlib.sha256(text.encode())
-        for key in sorted(arrays):
-            digest.update(arrays[key].tobytes())
-        return save(arrays, {"step": text, "sha256": digest.hexdigest()})
 
 
 def _stored_in(module: nn.Module, name: str) -> dict[int, tuple[str, Tensor]]:
@@ -516,6 +500,11 @@ def _stored_in(module: nn.Module, name: str) -> dict[int, tuple[str, Tensor]]:
             if tensor is not None and not nn.parameter.is_lazy(tensor) and tensor.numel():
                 found[_key(tensor)] = f"{kind} {name}.{own}".replace(" .", " "), tensor
     return found
+
+
+def digest_of(arrays: Mapping[str, np.ndarray]) -> str:
+    """The SHA-256 of arrays, as hex digits."""
+    return hashlib.sha256(b"".join(arrays[key].tobytes() for key in sorted(arrays))).hexdigest()
 
 
 def _key(tensor: Tensor) -> int:
