@@ -244,16 +244,13 @@ def order_of(a: Step, b: Step) -> list[int] | None:
     """For each sample of ``a`` its number in ``b``; None where they are in the same order."""
     left, right = samples_of(a), samples_of(b)
     names = [name for name in left if len(left[name]) == len(right.get(name, ()))]
-    for several in (names, names[:1]):
-        keys = [[*zip(*(side[n] for n in several), strict=True)] for side in (left, right)]
-        if keys[0] == keys[1]:
-            return None
-        if Counter(keys[0]) == Counter(keys[1]):
-            places: dict[Any, list[int]] = defaultdict(list)
-            for i, key in reversed([*enumerate(keys[1])]):
-                places[key].append(i)
-            return [places[key].pop() for key in keys[0]]
-    return None
+    keys = [[*zip(*(side[n] for n in names), strict=True)] for side in (left, right)]
+    if keys[0] == keys[1] or Counter(keys[0]) != Counter(keys[1]):
+        return None
+    places: dict[Any, list[int]] = defaultdict(list)
+    for i, key in reversed([*enumerate(keys[1])]):
+        places[key].append(i)
+    return [places[key].pop() for key in keys[0]]
 
 
 # --- distances ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,7 +98,7 @@ class record(StepListener):
         super().__init__("record", model, source, scaler, every, None, start)
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise PrecisionError(f"record(steps={steps!r:.80}); allowed: an integer >= 1, or None")
-        self._folder, self._left = Path(to), steps
+        self._folder, self._left = Path(to), math.inf if steps is None else steps
         self._mode: _Mode | None = None
         self._rank, self._world = 0, 1
 
@@ -111,22 +112,19 @@ class record(StepListener):
                 if not self._start or path.name > step_file(self._start, self._rank):
                     path.unlink()
             if not self._rank:
-                content = json.dumps({"format": FORMAT, **self._made()}, indent=1)
-                write_whole(self._folder / "record.json", content)
+                head = {
+                    "format": FORMAT,
+                    "torch": torch.__version__,
+                    "model": type(self._model).__name__,
+                    "policy": "" if self._precision is None else str(self._precision.policy),
+                    "world": self._world,
+                }
+                write_whole(self._folder / "record.json", json.dumps(head, indent=1))
         except OSError as error:
             raise StorageError(f"{self._folder}: cannot be written: {error}") from error
         self._mode = _Mode(self._model)
         self._begin()
         return self
-
-    def _made(self) -> dict[str, Any]:
-        return {
-            "torch": torch.__version__,
-            "device": next((str(p.device.type) for p in self._model.parameters()), "cpu"),
-            "model": type(self._model).__name__,
-            "policy": "" if self._precision is None else str(self._precision.policy),
-            "world": self._world,
-        }
 
     def close(self) -> None:
         """Leave the loop alone again; the record can be read."""
@@ -136,23 +134,16 @@ class record(StepListener):
         self._mode = None
 
     def _collect(self, step: int) -> _Step | None:
-        due = self._left is None or self._left > 0
-        if (
-            not due
-            or self._steps is None
-            or self._mode is None
-            or (step % self._every and step != 1)
-        ):
-            found = None
-        else:
-            found = _Step(self._model, self._steps.scale, self._mode.pause)
-        if self._mode is not None:
-            self._mode.watch(found)
+        if self._steps is None or self._mode is None:
+            return None
+        due = self._left and (step == 1 or step % self._every == 0)
+        found = _Step(self._model, self._steps.scale, self._mode.pause) if due else None
+        self._mode.watch(found)
         return found
 
     def _measured(self, applied: bool) -> None:
         found: _Step = self.collector
-        self._left = None if self._left is None else self._left - 1
+        self._left -= 1
         optimizers = self._steps.ended if isinstance(self._steps, OptimizerSteps) else []
         if self._precision is not None:
             optimizers = [*self._precision.optimizers]
@@ -219,11 +210,7 @@ class _Mode(Tracker):  # type: ignore[no-untyped-call]
     def ran(self, one: Ran) -> None:
         """Record one operation."""
         if self.step is not None and not (one.direction == "update" or self.step.sealed):
-            device = one.made[0].device.type
-            if not torch.is_autocast_enabled(device):  # which would compute sketches in 16 bits
-                self.step.add(one)
-                return
-            with torch.autocast(device, enabled=False):
+            with torch.autocast(one.made[0].device.type, enabled=False):  # or sketches have 16 bits
                 self.step.add(one)
 
 
@@ -302,7 +289,7 @@ class _Step:
         self._samples = groups if groups <= K else 1
 
     def _computed(self, value: Any) -> bool:
-        rows = [r for t in floating(value) for r in self._writers.get(_key(t), (None, ()))[1]]
+        rows = self._rows_of(*floating(value))
         return any(self._rows[row]["direction"] != "source" for row in rows)
 
     # --- operations ------------------------------------------------------------------------------
@@ -329,7 +316,8 @@ class _Step:
             else:
                 values = [*floating(value)]
             for tensor in values:
-                reads |= dict.fromkeys(self._writers_of(tensor, one.place, name))
+                known = self._rows_of(tensor) or (self._source(tensor, one.place, f"constant {name}"),)
+                reads |= dict.fromkeys(known)
         shared = _key(made) in {_key(t) for t in one.given} and not one.known.writes
         if (one.op == "cast" and reads) or one.known.collective or shared:
             if not shared:
@@ -353,22 +341,18 @@ class _Step:
 
     def passed(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Let results count as what made the operands."""
-        reads = dict.fromkeys(r for t in given for r in self._writers.get(_key(t), (None, ()))[1])
         for tensor in made:
-            if reads:
-                self._write(tensor, tuple(reads))
+            self._write(tensor, self._rows_of(*given))
 
     def _write(self, tensor: Tensor, rows: tuple[int, ...]) -> None:
         ref = _reference(tensor)
-        self._writers[ref.cdata] = ref, rows
+        if rows:
+            self._writers[ref.cdata] = ref, rows
 
-    def _writers_of(self, tensor: Tensor, place: Location, argument: str) -> tuple[int, ...]:
-        known = self._writers.get(_key(tensor))
-        return (
-            known[1]
-            if known is not None
-            else (self._source(tensor, place, f"constant {argument}"),)
-        )
+    def _rows_of(self, *tensors: Tensor) -> tuple[int, ...]:
+        """The rows that have made tensors, as far as that was seen."""
+        known = [self._writers[_key(t)][1] for t in tensors if _key(t) in self._writers]
+        return tuple(dict.fromkeys(row for rows in known for row in rows))
 
     def _source(self, tensor: Tensor, place: Location, name: str) -> int:
         """Add a row for a weight, buffer, input or constant that is read for the first time."""
@@ -390,10 +374,10 @@ class _Step:
 
     def derive(self, made: Sequence[Any], given: Sequence[Any]) -> None:
         """Remember what has no row: further results, and integers that may differ by rounding."""
-        tensors = [*floating(made)]
-        for tensor in tensors[1:]:
-            if _key(tensor) not in self._writers and _key(tensors[0]) in self._writers:
-                self._write(tensor, self._writers[_key(tensors[0])][1])
+        first, *others = [*floating(made)] or [None]
+        for tensor in others:
+            if not self._rows_of(tensor):
+                self._write(tensor, self._rows_of(first))
         whole = [value for value in made if _is_whole(value)]
         if whole and ([*floating(given)] or any(_is_whole(v) and not self._is_data(v) for v in given)):
             self._derived |= {_key(value): _reference(value) for value in whole}
@@ -417,7 +401,7 @@ class _Step:
         if not self.sealed:
             self.sealed = True
             self._seal()
-        read = self._writers.get(_key(weight), (None, ()))[1]
+        read = self._rows_of(weight)
         if not read or self._rows[read[0]]["op"] != f"parameter {name}":
             self._weight("before", name, weight)  # the forward has read another: a master
 
@@ -431,7 +415,7 @@ class _Step:
 
     def _weight(self, direction: str, name: str, value: Tensor) -> None:
         parameter, local = self._parameters.get(name), stored(value.detach())
-        reads = () if direction == "after" else self._writers.get(_key(value), (None, ()))[1]
+        reads = () if direction == "after" else self._rows_of(value)
         if isinstance(parameter, DTensor) and parameter.shape != local.shape:
             box = parameter.__create_chunk_list__()[0]
             whole = local.new_zeros(parameter.shape)
