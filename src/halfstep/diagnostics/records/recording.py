@@ -99,7 +99,7 @@ class record(StepListener):
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise PrecisionError(f"record(steps={steps!r:.80}); allowed: an integer >= 1, or None")
         self._folder, self._left = Path(to), math.inf if steps is None else steps
-        self._mode: _Mode | None = None
+        self._last: _Step | None = None
         self._rank, self._world = 0, 1
 
     def __enter__(self) -> Self:
@@ -122,24 +122,25 @@ class record(StepListener):
                 write_whole(self._folder / "record.json", json.dumps(head, indent=1))
         except OSError as error:
             raise StorageError(f"{self._folder}: cannot be written: {error}") from error
-        self._mode = _Mode(self._model)
+        self._depth = _len_torch_dispatch_stack()
         self._begin()
         return self
 
     def close(self) -> None:
         """Leave the loop alone again; the record can be read."""
         super().close()
-        if self._mode is not None:
-            self._mode.watch(None)
-        self._mode = None
+        if self._last is not None:
+            self._last.close()
+        self._last = None
 
     def _collect(self, step: int) -> _Step | None:
-        if self._steps is None or self._mode is None:
-            return None
+        if self._last is not None:
+            self._last.close()  # above which somebody else's mode may have been
         due = self._left and (step == 1 or step % self._every == 0)
-        found = _Step(self._model, self._steps.scale, self._mode.pause) if due else None
-        self._mode.watch(found)
-        return found
+        if not due or self._steps is None or _len_torch_dispatch_stack() != self._depth:
+            return None
+        self._last = _Step(self._model, self._steps.scale)
+        return self._last
 
     def _measured(self, applied: bool) -> None:
         found: _Step = self.collector
@@ -155,77 +156,17 @@ class record(StepListener):
             warnings.warn(f"{path}: {error}; this step is not recorded", stacklevel=2)
 
 
-class _Mode(Tracker):  # type: ignore[no-untyped-call]
-    """Hands the operations of a recorded step on; it is off in the update and between those."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.step: _Step | None = None
-        super().__init__(model, ModuleCalls(model, lambda *_: None))
-        self._on = self._own = False
-        self._depth = _len_torch_dispatch_stack()
-
-    def watch(self, step: _Step | None) -> None:
-        """Take the operations of this step from now on, or of none."""
-        self.step = step
-        if step is None:
-            self.pause()
-        elif not self._on and _len_torch_dispatch_stack() == self._depth:
-            self._handle = self._model.register_forward_pre_hook(
-                Hook(self._begun), with_kwargs=True
-            )
-            self.__enter__()
-            self._on = True
-
-    def pause(self) -> None:
-        """Leave the stack of modes, unless somebody else's mode is on top of it."""
-        if self._on and _len_torch_dispatch_stack() == self._depth + 1:
-            self._handle.remove()
-            self.__exit__(None, None, None)
-            self._on = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self.step is None or self.step.sealed or self._own:
-            return func(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        several = result if isinstance(result, tuple) else (result,)
-        if len(several) > 1 or _is_whole(result):
-            self.step.derive(several, [*args, *(kwargs or {}).values()])
-        return result
-
-    def _begun(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        again = torch._C._current_graph_task_id() != -1  # by a checkpoint
-        if self.step is not None and torch.is_grad_enabled() and not again:
-            self._own = True
-            with torch.no_grad():
-                self.step.begin({**{str(i): value for i, value in enumerate(args)}, **kwargs})
-            self._own = False
-
-    def passed(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Let what only converts be what it converts."""
-        if self.step is not None:
-            self.step.passed(given, made)
-
-    def ran(self, one: Ran) -> None:
-        """Record one operation."""
-        if self.step is not None and not (one.direction == "update" or self.step.sealed):
-            with torch.autocast(one.made[0].device.type, enabled=False):  # or sketches have 16 bits
-                self.step.add(one)
-
-
 def _reference(tensor: Tensor) -> StorageWeakRef:
     """A weak reference to a storage, which keeps its key from being used again."""
     return StorageWeakRef(stored(tensor).untyped_storage())  # type: ignore[no-untyped-call]
 
 
-class _Step:
-    """What one step computed, as rows that name the rows that they read."""
+class _Step(Tracker):  # type: ignore[no-untyped-call]
+    """What one step computed, as rows that name the rows that they read; it ends at the update."""
 
-    def __init__(
-        self, model: nn.Module, scale: Callable[[], float], seal: Callable[[], None]
-    ) -> None:
-        self._model, self._ask, self._scale, self._seal = model, scale, 0.0, seal
+    def __init__(self, model: nn.Module, scale: Callable[[], float]) -> None:
+        super().__init__(model, ModuleCalls(model, lambda *_: None))
+        self._ask, self._scale = scale, 0.0
         self._parameters = dict(model.named_parameters())
         self._rows: list[dict[str, Any]] = []
         self._sums: list[Tensor] = []
@@ -239,8 +180,12 @@ class _Step:
         self._known: dict[Any, tuple[Tensor, int]] = {}
         self._passes: list[dict[str, Any]] = []
         self._samples = 1
-        self._modules = [*self._described()]
-        self.sealed = False
+        self._facts = [*self._described()]
+        self._sealed, self._on = False, True
+        hook = Hook(self._begin)
+        self._handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+        self._depth = _len_torch_dispatch_stack()
+        self.__enter__()
 
     @property
     def empty(self) -> bool:
@@ -249,7 +194,27 @@ class _Step:
 
     def close(self) -> None:
         """Keep nothing alive."""
-        self._writers, self._known, self.sealed = {}, {}, True
+        self._seal()
+        self._writers, self._known = {}, {}
+
+    def _seal(self) -> None:
+        """Record no more operations; leave the stack of modes, unless another is on top of it."""
+        self._sealed = True
+        if self._on and _len_torch_dispatch_stack() == self._depth + 1:
+            self._handle.remove()
+            self.__exit__(None, None, None)
+            self._on = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._sealed:
+            return func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        several = result if isinstance(result, tuple) else (result,)
+        if len(several) > 1 or _is_whole(result):
+            self._derive(several, [*args, *(kwargs or {}).values()])
+        return result
 
     def _described(self) -> Iterator[list[Any]]:
         for name, module in self._model.named_modules():
@@ -263,10 +228,18 @@ class _Step:
 
     # --- batches ---------------------------------------------------------------------------------
 
-    def begin(self, named: Mapping[str, Any]) -> None:
-        """Begin a forward of the model with this batch, or go on with what the step computed."""
-        if self._passes and any(map(self._computed, named.values())):
-            return
+    def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Begin a forward of the model with a batch, or go on with what the step computed."""
+        again = torch._C._current_graph_task_id() != -1  # by a checkpoint
+        named = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+        computed = self._passes and any(map(self._computed, named.values()))
+        if not (self._sealed or again or computed) and torch.is_grad_enabled():
+            self._sealed = True  # its own operations are none of the model's
+            with torch.no_grad():
+                self._batch(named)
+            self._sealed = False
+
+    def _batch(self, named: Mapping[str, Any]) -> None:
         states = [torch.get_rng_state()]
         if torch.cuda.is_available():
             states.append(torch.cuda.get_rng_state())
@@ -303,7 +276,13 @@ class _Step:
         self._rows.append({**known, **row, "groups": groups})
         return len(self._rows) - 1
 
-    def add(self, one: Ran) -> None:
+    def ran(self, one: Ran) -> None:
+        """Record one operation."""
+        if one.direction != "update":
+            with torch.autocast(one.made[0].device.type, enabled=False):  # or sketches have 16 bits
+                self._add(one)
+
+    def _add(self, one: Ran) -> None:
         """Add one operation's row, and that of what it reads and nothing seen has made."""
         made, names = one.made[0], one.known.names
         pairs = [*zip(names, one.args, strict=False), *one.kwargs.items()]
@@ -340,7 +319,7 @@ class _Step:
             self._write(tensor, (row,))
 
     def passed(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Let results count as what made the operands."""
+        """Let what only converts be what it converts."""
         for tensor in made:
             self._write(tensor, self._rows_of(*given))
 
@@ -372,7 +351,7 @@ class _Step:
     def _is_data(self, value: Any) -> bool:
         return _is_whole(value) and _key(value) not in self._derived
 
-    def derive(self, made: Sequence[Any], given: Sequence[Any]) -> None:
+    def _derive(self, made: Sequence[Any], given: Sequence[Any]) -> None:
         """Remember what has no row: further results, and integers that may differ by rounding."""
         first, *others = [*floating(made)] or [None]
         for tensor in others:
@@ -398,9 +377,7 @@ class _Step:
 
     def before(self, name: str, weight: Tensor) -> None:
         """Take a weight before the update, after which nothing more is recorded."""
-        if not self.sealed:
-            self.sealed = True
-            self._seal()
+        self._seal()
         read = self._rows_of(weight)
         if not read or self._rows[read[0]]["op"] != f"parameter {name}":
             self._weight("before", name, weight)  # the forward has read another: a master
@@ -454,7 +431,7 @@ class _Step:
             for key, value in state.items()
             if isinstance(value, Tensor) and value.dim()
         }
-        head |= {"passes": self._passes, "modules": self._modules, "groups": groups}
+        head |= {"passes": self._passes, "modules": self._facts, "groups": groups}
         names = [[n, [*p.shape]] for n, p in self._parameters.items()]
         head |= {"parameters": names, "tied": [*self._tied()]}
         head |= {"states": states, "scale": self._scale or 1.0}
