@@ -306,13 +306,17 @@ class _Steps:
             most[x.direction] = max(most[x.direction], found.relative)
         return self._gradients() or self._update()
 
-    def _first(self, x: Row, found: Apart, allowed: float, exact: bool, op: str = "") -> First:
+    def _first(
+        self, x: Row, found: Apart, allowed: float, exact: bool, op: str = "", of: str | None = None
+    ) -> First:
+        module = x.module if of is None else of.rpartition(".")[0]  # of a weight
+        way = {"gradient": "backward", "after": "update"}.get(x.direction, x.direction)
         return First(
             step=self.number,
-            module=x.module,
-            class_name=self.modules.get(x.module, ["", ""])[1],
+            module=module,
+            class_name=self.modules.get(module, ["", ""])[1],
             operation=op or x.op,
-            direction=x.direction,
+            direction=way,
             relative=found.relative,
             allowed=allowed,
             before="equal in bits" if exact else "close",
@@ -420,7 +424,9 @@ class _Steps:
             each = f"{key} is {facts[0][key]} in {self.who[0]}, {facts[1][key]} in {self.who[1]}"
             text = f"{proof.text}; " * bool(proof.text) + f"{row.module or 'the model'}.{each}"
             known = _cause(key, "dropout" if key == "p" else proof.cause or "option")
-            return _Proof(known if proof.cause in ("", "operation", "option") else proof.cause, text)
+            return _Proof(
+                known if proof.cause in ("", "operation", "option") else proof.cause, text
+            )
         return proof
 
     def _batch(self) -> _Proof | None:
@@ -473,8 +479,7 @@ class _Steps:
             name, op = "", "gradients"
             text = f"all of {self.who[1]} are {ratios[0]:.4g} times those of {self.who[0]}"
             proof = _Proof("reduction", f"{text}: a sum for a mean, clipping, or another loss")
-        row = replace(x, module=name.rpartition(".")[0], direction="backward")
-        return self._first(row, found, room, False, op), proof
+        return self._first(x, found, room, False, op, name), proof
 
     def _update(self) -> tuple[First, _Proof] | None:
         """Compare what the optimizer made of weights and gradients."""
@@ -483,8 +488,7 @@ class _Steps:
         if not moved:
             return None
         name, x, found = moved[0]
-        row = replace(x, module=name.rpartition(".")[0], direction="update")
-        first = self._first(row, found, 0.0, False, "step")
+        first = self._first(x, found, 0.0, False, "step", name)
         if self.a.head["applied"] != self.b.head["applied"]:
             which = self.who[bool(self.a.head["applied"])]
             return first, _Proof("skipped step", f"{which} skips the step, the other takes it")
@@ -498,15 +502,14 @@ class _Steps:
         text = f"{len(still[side])} of {len(rows)} weights do not move in {self.who[side]}"
         if len(still[side]) > len(still[not side]) + len(rows) // 2:
             return first, _Proof("lost update", text)
-        if len(still[0]) != len(still[1]):
-            self.pair.note("lost_update", text, "keep masters, or round stochastically")
         for name, found, room in self._moved(rows):
-            row = replace(row, module=name.rpartition(".")[0])
             text = "equal weights and gradients are moved otherwise"
-            return self._first(row, found, room, True, "step"), _Proof("optimizer", text)
+            return self._first(x, found, room, True, "step", name), _Proof("optimizer", text)
         return None
 
-    def _moved(self, rows: Sequence[tuple[str, Row, Row, Apart]]) -> Iterator[tuple[str, Apart, float]]:
+    def _moved(
+        self, rows: Sequence[tuple[str, Row, Row, Apart]]
+    ) -> Iterator[tuple[str, Apart, float]]:
         """How far apart equal weights are moved by equal gradients, where it is no rounding."""
         same = {name for name, *_, found in self._weights("gradient") if found.equal}
         for name, x, y, _ in rows:

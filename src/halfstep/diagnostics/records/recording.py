@@ -295,7 +295,9 @@ class _Step(Tracker):  # type: ignore[no-untyped-call]
             else:
                 values = [*floating(value)]
             for tensor in values:
-                known = self._rows_of(tensor) or (self._source(tensor, one.place, f"constant {name}"),)
+                known = self._rows_of(tensor) or (
+                    self._source(tensor, one.place, f"constant {name}"),
+                )
                 reads |= dict.fromkeys(known)
         shared = _key(made) in {_key(t) for t in one.given} and not one.known.writes
         if (one.op == "cast" and reads) or one.known.collective or shared:
@@ -358,7 +360,9 @@ class _Step(Tracker):  # type: ignore[no-untyped-call]
             if not self._rows_of(tensor):
                 self._write(tensor, self._rows_of(first))
         whole = [value for value in made if _is_whole(value)]
-        if whole and ([*floating(given)] or any(_is_whole(v) and not self._is_data(v) for v in given)):
+        if whole and (
+            [*floating(given)] or any(_is_whole(v) and not self._is_data(v) for v in given)
+        ):
             self._derived |= {_key(value): _reference(value) for value in whole}
 
     def _hash(self, value: Tensor) -> int:
