@@ -306,17 +306,14 @@ class _Steps:
             most[x.direction] = max(most[x.direction], found.relative)
         return self._gradients() or self._update()
 
-    def _first(
-        self, x: Row, found: Apart, allowed: float, exact: bool, op: str = "", of: str | None = None
-    ) -> First:
-        module = x.module if of is None else of.rpartition(".")[0]  # of a weight
-        way = {"gradient": "backward", "after": "update"}.get(x.direction, x.direction)
+    def _first(self, x: Row, found: Apart, allowed: float, exact: bool, op: str = "") -> First:
+        way = {"gradient": "backward", "after": "update"}
         return First(
             step=self.number,
-            module=module,
-            class_name=self.modules.get(module, ["", ""])[1],
+            module=x.module,
+            class_name=self.modules.get(x.module, ["", ""])[1],
             operation=op or x.op,
-            direction=way,
+            direction=way.get(x.direction.split()[0], x.direction),
             relative=found.relative,
             allowed=allowed,
             before="equal in bits" if exact else "close",
@@ -461,34 +458,33 @@ class _Steps:
         rows = [*self._weights("gradient")]
         units = [unit_of(x, y) for x, y in self.pairs.items()]
         norm = math.hypot(*(found.norm for *_, found in rows)) or 1.0
-        bad, room = [], 0.0
-        for name, x, y, found in rows:
+        bad = []
+        for _, x, y, found in rows:
             size = max(found.norm, y.norm)
             room = 2 * FACTOR * max(*units, self.read(x)[0], self.read(y)[0])
             if found.relative * size > room * (size + 0.3 * norm) and not found.equal:
-                bad.append((name, x, found, room))
+                bad.append((x, found, room))
         if not bad:
             return None
-        name, x, found, room = bad[-1]
+        x, found, room = bad[-1]
         op = next((r.op for r in x.reads if not r.kind), "gradient")
         proof = _Proof("", f"the gradients of {len(bad)} of {len(rows)} parameters differ")
         ratios = [f.ratio for *_, f in rows if f.norm > 0.03 * norm]
         if self.ties_differ:
             proof = _Proof("tied weights", "weights are tied in one of the two alone")
         elif len(bad) > 0.8 * len(rows) and max(ratios) - min(ratios) < 0.02 * abs(ratios[0]):
-            name, op = "", "gradients"
+            x, op = replace(x, module=""), "gradients"
             text = f"all of {self.who[1]} are {ratios[0]:.4g} times those of {self.who[0]}"
             proof = _Proof("reduction", f"{text}: a sum for a mean, clipping, or another loss")
-        return self._first(x, found, room, False, op, name), proof
+        return self._first(x, found, room, False, op), proof
 
     def _update(self) -> tuple[First, _Proof] | None:
         """Compare what the optimizer made of weights and gradients."""
         rows = [*self._weights("after")]
-        moved = [(name, x, found) for name, x, _, found in rows if not found.equal]
+        moved = [(x, found) for _, x, _, found in rows if not found.equal]
         if not moved:
             return None
-        name, x, found = moved[0]
-        first = self._first(x, found, 0.0, False, "step", name)
+        first = self._first(*moved[0], 0.0, False, "step")
         if self.a.head["applied"] != self.b.head["applied"]:
             which = self.who[bool(self.a.head["applied"])]
             return first, _Proof("skipped step", f"{which} skips the step, the other takes it")
@@ -502,25 +498,24 @@ class _Steps:
         text = f"{len(still[side])} of {len(rows)} weights do not move in {self.who[side]}"
         if len(still[side]) > len(still[not side]) + len(rows) // 2:
             return first, _Proof("lost update", text)
-        for name, found, room in self._moved(rows):
+        for x, found, room in self._moved():
             text = "equal weights and gradients are moved otherwise"
-            return self._first(x, found, room, True, "step", name), _Proof("optimizer", text)
+            return self._first(x, found, room, True, "step"), _Proof("optimizer", text)
         return None
 
-    def _moved(
-        self, rows: Sequence[tuple[str, Row, Row, Apart]]
-    ) -> Iterator[tuple[str, Apart, float]]:
-        """How far apart equal weights are moved by equal gradients, where it is no rounding."""
+    def _moved(self) -> Iterator[tuple[Row, Apart, float]]:
+        """The weights that equal gradients move otherwise from equal values, and how far apart."""
         same = {name for name, *_, found in self._weights("gradient") if found.equal}
-        for name, x, y, _ in rows:
-            ends = (x, self.a.start(name)), (y, self.b.start(name))
-            if name not in same or len({s.bits if s else id(r) for r, s in ends}) > 1:
+        for name, x, y, _ in self._weights("after"):
+            starts = self.a.start(name), self.b.start(name)
+            if name not in same or not all(starts) or starts[0].bits != starts[1].bits:
                 continue
-            moves = [replace(r, sketch=r.sketch - s.sketch) for r, s in ends if s]
+            pairs = zip((x, y), starts, strict=True)
+            moves = [replace(row, sketch=row.sketch - start.sketch) for row, start in pairs]
             found = apart(moves[:1], moves[1:])
-            room = 1e-2 + 2**-18 * x.norm / (max((m.norm for m in moves), default=0.0) or 1.0)
+            room = 1e-2 + 2**-18 * x.norm / (max(move.norm for move in moves) or 1.0)
             if found is not None and x.outputs == y.outputs and found.relative > room:
-                yield name, found, room
+                yield x, found, room
 
 
 def _cause(name: str, other: str) -> str:

@@ -156,7 +156,7 @@ class Recorded:
 def _read(path: Path) -> Step:
     try:
         with safe_open(path, framework="numpy") as file:
-            arrays = {key: file.get_tensor(key) for key in file.keys()}
+            arrays = {key: file.get_tensor(key) for key in sorted(file.keys())}
             if digest_of(arrays) != (file.metadata() or {})["sha256"]:
                 raise DataError(f"{path}: has changed since it was written; record again")
         return _parsed(parse_json(zlib.decompress(arrays["step"].tobytes()), path), arrays)
@@ -184,6 +184,7 @@ def _parsed(head: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Step:
     for row in rows:
         if row.direction.split()[0] in ("before", "after", "gradient"):
             step.weights[row.direction, plain(row.op)] = row
+            row.module = plain(row.op).rpartition(".")[0]
         else:
             parts[row.number].rows.append(row)
             if row.op.startswith("parameter "):
