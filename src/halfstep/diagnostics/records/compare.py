@@ -507,10 +507,10 @@ class _Steps:
         """The weights that equal gradients move otherwise from equal values, and how far apart."""
         same = {name for name, *_, found in self._weights("gradient") if found.equal}
         for name, x, y, _ in self._weights("after"):
-            starts = self.a.start(name), self.b.start(name)
-            if name not in same or not all(starts) or starts[0].bits != starts[1].bits:
+            one, other = self.a.start(name), self.b.start(name)
+            if name not in same or one is None or other is None or one.bits != other.bits:
                 continue
-            pairs = zip((x, y), starts, strict=True)
+            pairs = (x, one), (y, other)
             moves = [replace(row, sketch=row.sketch - start.sketch) for row, start in pairs]
             found = apart(moves[:1], moves[1:])
             room = 1e-2 + 2**-18 * x.norm / (max(move.norm for move in moves) or 1.0)

@@ -271,9 +271,10 @@ class _Step(Tracker):  # type: ignore[no-untyped-call]
         self._sums.append(block_sums(value, groups, blocks))
         self._bits.append(bit_sum(value))
         forms = [dtype_name(value.dtype)]
-        known = {"inputs": forms, "outputs": forms, "args": {}, "reads": [], "ints": {}}
-        known |= {"number": max(len(self._passes) - 1, 0), "shape": [*value.shape]}
-        self._rows.append({**known, **row, "groups": groups})
+        plain = {"inputs": forms, "outputs": forms, "args": {}, "reads": [], "ints": {}}
+        number = max(len(self._passes) - 1, 0)
+        where = {"number": number, "shape": [*value.shape], "groups": groups}
+        self._rows.append({**plain, **row, **where})
         return len(self._rows) - 1
 
     def ran(self, one: Ran) -> None:
@@ -355,10 +356,10 @@ class _Step(Tracker):  # type: ignore[no-untyped-call]
 
     def _derive(self, made: Sequence[Any], given: Sequence[Any]) -> None:
         """Remember what has no row: further results, and integers that may differ by rounding."""
-        first, *others = [*floating(made)] or [None]
-        for tensor in others:
+        tensors = [*floating(made)]
+        for tensor in tensors[1:]:
             if not self._rows_of(tensor):
-                self._write(tensor, self._rows_of(first))
+                self._write(tensor, self._rows_of(tensors[0]))
         whole = [value for value in made if _is_whole(value)]
         if whole and (
             [*floating(given)] or any(_is_whole(v) and not self._is_data(v) for v in given)
