@@ -125,7 +125,6 @@ class Compare:
         (), "Records of runs that are as good as A: B may be as far from A as they are."
     )
     json: bool = option(False, "Print one JSON object on stdout.")
-    all: bool = option(False, "Print every operation of the first step with its distance.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from halfstep.cli.commands import Compare
-from halfstep.diagnostics.records.compare import compare, distances
-from halfstep.shown import aligned
+from halfstep.diagnostics.records.compare import compare
 
 
 def run(arguments: Compare) -> int:
@@ -15,8 +14,5 @@ def run(arguments: Compare) -> int:
     if arguments.json:
         print(json.dumps({"format": 1, "command": "compare", **found.as_json()}, indent=1))
     else:
-        if arguments.all:
-            head = ("module", "direction", "operation", "apart", "rounding explains")
-            print(aligned([head, *distances(arguments.a, arguments.b)], {3, 4}), end="\n\n")
         print(found)
     return int(found.found)

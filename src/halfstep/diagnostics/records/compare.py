@@ -140,16 +140,6 @@ def compare(a: str | Path, b: str | Path, *, floor: Sequence[str | Path] = ()) -
     return _Pair(first, second, measured).compared()
 
 
-def distances(a: str | Path, b: str | Path) -> list[tuple[str, ...]]:
-    """Each operation of the first common step: where it runs, how far apart it is, what may be."""
-    pair = _Pair(Recorded(a), Recorded(b), {})
-    judged = pair.steps(pair.numbers[0]).judged()
-    return [
-        (x.module or "-", x.direction, x.op, f"{found.relative:.1e}", f"{allowed:.1e}")
-        for x, _, found, allowed, _ in judged
-    ]
-
-
 class _Pair:
     """Two records."""
 
@@ -206,27 +196,21 @@ class _Steps:
     def __init__(self, pair: _Pair, a: Step, b: Step, number: int) -> None:
         self.pair, self.a, self.b, self.number = pair, a, b, number
         self.who = pair.a.name, pair.b.name
-        self.names = recorded.names_of(a, b, (pair.a, pair.b))
-        self.pairs = dict(align(a.parts[0].rows, b.parts[0].rows, self.names))
+        recorded.require_one_model(pair.a, pair.b, (a, b))
+        self.pairs = dict(align(a.parts[0].rows, b.parts[0].rows))
         self.partner = self.pairs | {y: x for x, y in self.pairs.items()}
         pair.aligned["operations"] += len(self.pairs)
         pair.aligned["modules"] = len({x.module for x in self.pairs})
         self.order = recorded.order_of(a, b)
         self.same_layout = len(a.parts) == len(b.parts) and self.order is None
-        self.modules = {plain(m[0]): m for m in a.head["modules"]}
-        self.others = {self.names.get(plain(m[0])): m for m in b.head["modules"]}
+        self.modules, self.others = ({plain(m[0]): m for m in s.head["modules"]} for s in (a, b))
         self.apart: dict[Row, float] = {}  # by row of either side
         self.exact: set[Row] = set()  # equal in bits on both sides
         self.sources: dict[Row, list[tuple[Row, Row, Apart]]] = {}
-        # Whether matmuls run in the same formats, and of each operation how many do.
-        self.groups: dict[str, list[bool]] = defaultdict(list)
-        for x, y in self.pairs.items():
-            self.groups[x.op].append(_forms(x) == _forms(y))
-            if is_product(x.op):
-                self.groups["matmuls"].append(x.inputs[-1:] == y.inputs[-1:])
-        same = self.groups.get("matmuls", [True])
+        products = [(x, y) for x, y in self.pairs.items() if is_product(x.op)]
+        same = sum(x.inputs[-1:] == y.inputs[-1:] for x, y in products)
         policies = {str(r.head.get("policy")) for r in (pair.a, pair.b)}
-        self.alike = len(policies) == 1 and sum(same) >= 0.6 * len(same)
+        self.alike = len(policies) == 1 and same >= 0.6 * len(products)
         ties = [{frozenset(map(plain, names)) for names in step.head["tied"]} for step in (a, b)]
         self.ties_differ = ties[0] != ties[1]
 
@@ -323,12 +307,13 @@ class _Steps:
         return self._gradients() or self._update()
 
     def _first(self, x: Row, found: Apart, allowed: float, exact: bool, op: str = "") -> First:
+        way = {"gradient": "backward", "after": "update"}
         return First(
             step=self.number,
             module=x.module,
             class_name=self.modules.get(x.module, ["", ""])[1],
             operation=op or x.op,
-            direction=x.direction,
+            direction=way.get(x.direction.split()[0], x.direction),
             relative=found.relative,
             allowed=allowed,
             before="equal in bits" if exact else "close",
@@ -349,9 +334,8 @@ class _Steps:
             return _Proof("dropout seed", f"the generators began the step {states}")
         made = [(r.outputs, self.partner.get(r)) for r in x.reads if not r.kind]
         inherits = any(other is None or other.outputs != forms for forms, other in made)
-        usual = sum(self.groups[x.op]) >= 0.6 * len(self.groups[x.op])
         other_form = _forms(x) != _forms(y) and x.direction == "forward"
-        if self.alike and usual and other_form and not inherits:
+        if self.alike and other_form and not inherits:
             each = f"{_forms(x)} in {self.who[0]}, {_forms(y)} in {self.who[1]}"
             return _Proof("format", f"it computes in {each}")
         return None
@@ -414,8 +398,6 @@ class _Steps:
             each = [", ".join(side[:6]) or "nothing" for side in ops]
             text = f"{self.who[0]} runs {each[0]} there, {self.who[1]} {each[1]}"
             proof = _Proof("activation" if active else "operation", text)
-            if not sides[0]:
-                row = replace(row, module=self.names.get(row.module, row.module))
         elif found.off_ratio <= max(allowed, 1e-4) and abs(found.ratio - 1) > allowed:
             text = f"{self.who[1]}'s is {found.ratio:.4g} times {self.who[0]}'s"
             proof = _Proof("scale", text)
@@ -430,23 +412,19 @@ class _Steps:
                 yield from self._alone(each, depth - 1)
 
     def _with_module(self, row: Row, proof: _Proof) -> _Proof:
-        """Add what differs in the attributes of the module, or else of those around it."""
-        name = row.module
-        while True:
-            mine, theirs = self.modules.get(name), self.others.get(name)
-            if mine and theirs:
-                facts = [{**m[4], "training": m[3], "repr": m[2]} for m in (mine, theirs)]
-                for key in (k for k in facts[0] if k in facts[1] and facts[0][k] != facts[1][k]):
-                    each = f"{facts[0][key]} in {self.who[0]}, {facts[1][key]} in {self.who[1]}"
-                    text = "; ".join(
-                        filter(None, (proof.text, f"{name or 'the model'}.{key} is {each}"))
-                    )
-                    known = _cause(key, "dropout" if key == "p" else proof.cause or "option")
-                    vague = proof.cause in ("", "operation", "option")
-                    return _Proof(known if vague else proof.cause, text)
-            if not name:
-                return proof
-            name = name.rpartition(".")[0]
+        """Add what differs in the attributes of the module."""
+        mine, theirs = self.modules.get(row.module), self.others.get(row.module)
+        if not (mine and theirs):
+            return proof
+        facts = [{**m[4], "training": m[3], "repr": m[2]} for m in (mine, theirs)]
+        for key in (k for k in facts[0] if k in facts[1] and facts[0][k] != facts[1][k]):
+            each = f"{key} is {facts[0][key]} in {self.who[0]}, {facts[1][key]} in {self.who[1]}"
+            text = f"{proof.text}; " * bool(proof.text) + f"{row.module or 'the model'}.{each}"
+            known = _cause(key, "dropout" if key == "p" else proof.cause or "option")
+            return _Proof(
+                known if proof.cause in ("", "operation", "option") else proof.cause, text
+            )
+        return proof
 
     def _batch(self) -> _Proof | None:
         """What of the batch differs, besides the order of the samples in it."""
@@ -480,36 +458,33 @@ class _Steps:
         rows = [*self._weights("gradient")]
         units = [unit_of(x, y) for x, y in self.pairs.items()]
         norm = math.hypot(*(found.norm for *_, found in rows)) or 1.0
-        bad, room = [], 0.0
-        for name, x, y, found in rows:
+        bad = []
+        for _, x, y, found in rows:
             size = max(found.norm, y.norm)
             room = 2 * FACTOR * max(*units, self.read(x)[0], self.read(y)[0])
             if found.relative * size > room * (size + 0.3 * norm) and not found.equal:
-                bad.append((name, x, found, room))
+                bad.append((x, found, room))
         if not bad:
             return None
-        name, x, found, room = bad[-1]
+        x, found, room = bad[-1]
         op = next((r.op for r in x.reads if not r.kind), "gradient")
         proof = _Proof("", f"the gradients of {len(bad)} of {len(rows)} parameters differ")
         ratios = [f.ratio for *_, f in rows if f.norm > 0.03 * norm]
         if self.ties_differ:
             proof = _Proof("tied weights", "weights are tied in one of the two alone")
         elif len(bad) > 0.8 * len(rows) and max(ratios) - min(ratios) < 0.02 * abs(ratios[0]):
-            name, op = "", "gradients"
+            x, op = replace(x, module=""), "gradients"
             text = f"all of {self.who[1]} are {ratios[0]:.4g} times those of {self.who[0]}"
             proof = _Proof("reduction", f"{text}: a sum for a mean, clipping, or another loss")
-        row = replace(x, module=name.rpartition(".")[0], direction="backward")
-        return self._first(row, found, room, False, op), proof
+        return self._first(x, found, room, False, op), proof
 
     def _update(self) -> tuple[First, _Proof] | None:
         """Compare what the optimizer made of weights and gradients."""
         rows = [*self._weights("after")]
-        moved = [(name, x, found) for name, x, _, found in rows if not found.equal]
+        moved = [(x, found) for _, x, _, found in rows if not found.equal]
         if not moved:
             return None
-        name, x, found = moved[0]
-        row = replace(x, module=name.rpartition(".")[0], direction="update")
-        first = self._first(row, found, 0.0, False, "step")
+        first = self._first(*moved[0], 0.0, False, "step")
         if self.a.head["applied"] != self.b.head["applied"]:
             which = self.who[bool(self.a.head["applied"])]
             return first, _Proof("skipped step", f"{which} skips the step, the other takes it")
@@ -523,31 +498,24 @@ class _Steps:
         text = f"{len(still[side])} of {len(rows)} weights do not move in {self.who[side]}"
         if len(still[side]) > len(still[not side]) + len(rows) // 2:
             return first, _Proof("lost update", text)
-        if len(still[0]) != len(still[1]):
-            self.pair.note("lost_update", text, "keep masters, or round stochastically")
-        return self._moves(rows)
-
-    def _moves(self, rows: Sequence[tuple[str, Row, Row, Apart]]) -> tuple[First, _Proof] | None:
-        """Compare the updates of equal weights by equal gradients."""
-        for name, x, y, _ in rows:
-            both = [
-                (step.start(name), step.weights.get(("gradient", name)))
-                for step in (self.a, self.b)
-            ]
-            starts, gradients = zip(*both, strict=True)
-            known = [apart([r], [s]) if r and s else None for r, s in (starts, gradients)]
-            if not all(each is not None and each.equal for each in known):
-                continue
-            moves = [
-                replace(r, sketch=r.sketch - s.sketch) for r, s in zip((x, y), starts, strict=True)
-            ]
-            found = apart(moves[:1], moves[1:])
-            room = 1e-2 + 2**-18 * x.norm / (max(m.norm for m in moves) or 1.0)
-            if found is not None and x.outputs == y.outputs and found.relative > room:
-                row = replace(x, module=name.rpartition(".")[0], direction="update")
-                text = "equal weights and gradients are moved otherwise"
-                return self._first(row, found, room, True, "step"), _Proof("optimizer", text)
+        for x, found, room in self._moved():
+            text = "equal weights and gradients are moved otherwise"
+            return self._first(x, found, room, True, "step"), _Proof("optimizer", text)
         return None
+
+    def _moved(self) -> Iterator[tuple[Row, Apart, float]]:
+        """The weights that equal gradients move otherwise from equal values, and how far apart."""
+        same = {name for name, *_, found in self._weights("gradient") if found.equal}
+        for name, x, y, _ in self._weights("after"):
+            one, other = self.a.start(name), self.b.start(name)
+            if name not in same or one is None or other is None or one.bits != other.bits:
+                continue
+            pairs = (x, one), (y, other)
+            moves = [replace(row, sketch=row.sketch - start.sketch) for row, start in pairs]
+            found = apart(moves[:1], moves[1:])
+            room = 1e-2 + 2**-18 * x.norm / (max(move.norm for move in moves) or 1.0)
+            if found is not None and x.outputs == y.outputs and found.relative > room:
+                yield x, found, room
 
 
 def _cause(name: str, other: str) -> str:

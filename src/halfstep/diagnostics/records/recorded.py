@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from halfstep.diagnostics.records.recording import FORMAT
+from halfstep.diagnostics.records.recording import FORMAT, digest_of
 from halfstep.diagnostics.records.sketch import fold
 from halfstep.errors import DataError, HalfstepError
 from halfstep.files import parse_json, read_json
@@ -36,7 +36,7 @@ class Row:
     outputs: list[str]
     args: dict[str, Any]
     reads: list[Row]
-    ints: dict[str, tuple[int, int]]
+    ints: dict[str, list[int]]
     number: int
     samples: int  # of the batch that it is part of
     shape: list[int]
@@ -156,56 +156,35 @@ class Recorded:
 def _read(path: Path) -> Step:
     try:
         with safe_open(path, framework="numpy") as file:
-            meta = file.metadata() or {}
             arrays = {key: file.get_tensor(key) for key in sorted(file.keys())}
-        text = meta["step"]
-        digest = hashlib.sha256(text.encode())
-        for key in sorted(arrays):
-            digest.update(arrays[key].tobytes())
-        if digest.hexdigest() != meta["sha256"]:
-            raise DataError(f"{path}: has changed since it was written; record again")
-        return _parsed(parse_json(text.encode(), path), arrays)
+            if digest_of(arrays) != (file.metadata() or {})["sha256"]:
+                raise DataError(f"{path}: has changed since it was written; record again")
+        return _parsed(parse_json(zlib.decompress(arrays["step"].tobytes()), path), arrays)
     except HalfstepError:
         raise
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError,
-            OverflowError, MemoryError, RecursionError) as error:  # fmt: skip
+            OverflowError, MemoryError, zlib.error, RecursionError) as error:  # fmt: skip
         raise DataError(f"{path}: no step of a record, or damaged ({error!r:.80})") from error
 
 
 def _parsed(head: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Step:
-    words, start = head["words"], 0
-    rows: list[Row] = []
+    start, rows = 0, list[Row]()
     passes = head["passes"] or [{"batch": {}, "samples": 0, "random": 0}]
     sizes = [each["samples"] or 1 for each in passes]
-    hashes = arrays.get("hashes", np.zeros((0, 2), np.int64)).tolist()
-    for i, (given, bits) in enumerate(zip(head["rows"], arrays["bits"].tolist(), strict=True)):
-        *names, args, reads, ints, number, shape, groups, width = given
-        direction, module, op, inputs, outputs = (words[n] for n in names)
+    hashes = arrays["hashes"].tolist()
+    for i, (row, bits) in enumerate(zip(head.pop("rows"), arrays["bits"].tolist(), strict=True)):
+        groups, width = row.pop("groups"), row.pop("width")
         numbers = arrays["sketches"][start : (start := start + groups * width)]
-        row = Row(
-            *(
-                i,
-                direction,
-                plain(module),
-                op,
-                inputs.split(", ") if inputs else [],
-                outputs.split(", "),
-            ),
-            args={words[k]: v for k, v in args},
-            reads=[rows[r] for r in reads],
-            ints={words[k]: tuple(hashes[h]) for k, h in ints},
-            number=number,
-            samples=sizes[number],
-            shape=shape,
-            sketch=numbers.reshape(groups, width),
-            bits=bits,
-        )
-        rows.append(row)
+        row |= {"module": plain(row["module"]), "reads": [rows[r] for r in row["reads"]]}
+        row |= {"ints": {k: hashes[h] for k, h in row["ints"].items()}}
+        samples, sketch = sizes[row["number"]], numbers.reshape(groups, width)
+        rows.append(Row(**row, index=i, samples=samples, sketch=sketch, bits=bits))
     parts = [Part([], each["batch"], each["samples"], each["random"]) for each in passes]
     step = Step(head, parts)
     for row in rows:
         if row.direction.split()[0] in ("before", "after", "gradient"):
             step.weights[row.direction, plain(row.op)] = row
+            row.module = plain(row.op).rpartition(".")[0]
         else:
             parts[row.number].rows.append(row)
             if row.op.startswith("parameter "):
@@ -216,49 +195,29 @@ def _parsed(head: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Step:
 # --- alignment ------------------------------------------------------------------------------------
 
 
-def names_of(a: Step, b: Step, who: tuple[Recorded, Recorded]) -> dict[str, str]:
-    """The name in ``a`` of each module of ``b``.
+def require_one_model(a: Recorded, b: Recorded, steps: tuple[Step, Step]) -> None:
+    """Refuse records whose models have less than a fifth of their parameters in common.
 
     Raises:
-        DataError: If the models have too little in common.
+        DataError: Naming both.
     """
-    shapes = [{plain(n): tuple(s) for n, s in step.head["parameters"]} for step in (a, b)]
-    same = [n for n in shapes[0] if n in shapes[1]]
-    mine, theirs = (
-        {plain(m[0]) for m in a.head["modules"]},
-        {plain(m[0]) for m in b.head["modules"]},
-    )
-    if len(same) * 5 >= max(map(len, shapes)) or not any(shapes):
-        return {name: name for name in theirs & mine}
-    by_shape: dict[tuple[int, ...], list[list[str]]] = defaultdict(lambda: [[], []])
-    for side in (0, 1):
-        for name, shape in shapes[side].items():
-            by_shape[shape][side].append(name)
-    if any(len(ours) != len(others) for ours, others in by_shape.values()):
+    names = [{(plain(n), *shape) for n, shape in step.head["parameters"]} for step in steps]
+    same, most = len(names[0] & names[1]), max(map(len, names))
+    if same * 5 < most:
         raise DataError(
-            f"records of other models: {len(same)} of {max(map(len, shapes))} parameters in common "
-            f"({who[0].name}: {who[0].head.get('model')!s:.40}, {who[1].name}: "
-            f"{who[1].head.get('model')!s:.40}); record the same model twice"
+            f"records of other models: {same} of {most} parameters in common ({a.name}: "
+            f"{a.head.get('model')!s:.40}, {b.name}: {b.head.get('model')!s:.40}); record the same "
+            "model twice"
         )
-    found: dict[str, str] = {"": ""}
-    for ours, others in by_shape.values():
-        for one, other in zip(ours, others, strict=True):
-            while one and other:  # the modules around it, too
-                one, other = one.rpartition(".")[0], other.rpartition(".")[0]
-                found.setdefault(other, one)
-    return found
 
 
-def align(
-    a: Sequence[Row], b: Sequence[Row], names: Mapping[str, str] | None = None
-) -> Iterator[tuple[Row, Row]]:
-    """Pair the operations of each module in each direction, in order; ``names`` are those of b."""
+def align(a: Sequence[Row], b: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Pair the operations of each module in each direction, in order."""
     groups: dict[tuple[str, str], tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))
     for side, rows in enumerate((a, b)):
         for row in rows:
-            module = names.get(row.module) if names is not None and side else row.module
-            if row.direction in ("forward", "backward") and module is not None:
-                groups[module, row.direction][side].append(row)
+            if row.direction in ("forward", "backward"):
+                groups[row.module, row.direction][side].append(row)
     for (_, direction), (ours, others) in groups.items():
         left, right = (
             [f"{r.op} {len(r.shape)} {r.shape[1:][-1:]}" for r in side] for side in (ours, others)
@@ -286,16 +245,13 @@ def order_of(a: Step, b: Step) -> list[int] | None:
     """For each sample of ``a`` its number in ``b``; None where they are in the same order."""
     left, right = samples_of(a), samples_of(b)
     names = [name for name in left if len(left[name]) == len(right.get(name, ()))]
-    for several in (names, names[:1]):
-        keys = [[*zip(*(side[n] for n in several), strict=True)] for side in (left, right)]
-        if keys[0] == keys[1]:
-            return None
-        if Counter(keys[0]) == Counter(keys[1]):
-            places: dict[Any, list[int]] = defaultdict(list)
-            for i, key in reversed([*enumerate(keys[1])]):
-                places[key].append(i)
-            return [places[key].pop() for key in keys[0]]
-    return None
+    keys = [[*zip(*(side[n] for n in names), strict=True)] for side in (left, right)]
+    if keys[0] == keys[1] or Counter(keys[0]) != Counter(keys[1]):
+        return None
+    places: dict[Any, list[int]] = defaultdict(list)
+    for i, key in reversed([*enumerate(keys[1])]):
+        places[key].append(i)
+    return [places[key].pop() for key in keys[0]]
 
 
 # --- distances ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,8 +98,8 @@ class record(StepListener):
         super().__init__("record", model, source, scaler, every, None, start)
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise PrecisionError(f"record(steps={steps!r:.80}); allowed: an integer >= 1, or None")
-        self._folder, self._left = Path(to), steps
-        self._mode: _Mode | None = None
+        self._folder, self._left = Path(to), math.inf if steps is None else steps
+        self._last: _Step | None = None
         self._rank, self._world = 0, 1
 
     def __enter__(self) -> Self:
@@ -111,48 +112,39 @@ class record(StepListener):
                 if not self._start or path.name > step_file(self._start, self._rank):
                     path.unlink()
             if not self._rank:
-                content = json.dumps({"format": FORMAT, **self._made()}, indent=1)
-                write_whole(self._folder / "record.json", content)
+                head = {
+                    "format": FORMAT,
+                    "torch": torch.__version__,
+                    "model": type(self._model).__name__,
+                    "policy": "" if self._precision is None else str(self._precision.policy),
+                    "world": self._world,
+                }
+                write_whole(self._folder / "record.json", json.dumps(head, indent=1))
         except OSError as error:
             raise StorageError(f"{self._folder}: cannot be written: {error}") from error
-        self._mode = _Mode(self._model)
+        self._depth = _len_torch_dispatch_stack()
         self._begin()
         return self
-
-    def _made(self) -> dict[str, Any]:
-        return {
-            "torch": torch.__version__,
-            "device": next((str(p.device.type) for p in self._model.parameters()), "cpu"),
-            "model": type(self._model).__name__,
-            "policy": "" if self._precision is None else str(self._precision.policy),
-            "world": self._world,
-        }
 
     def close(self) -> None:
         """Leave the loop alone again; the record can be read."""
         super().close()
-        if self._mode is not None:
-            self._mode.watch(None)
-        self._mode = None
+        if self._last is not None:
+            self._last.close()
+        self._last = None
 
     def _collect(self, step: int) -> _Step | None:
-        due = self._left is None or self._left > 0
-        if (
-            not due
-            or self._steps is None
-            or self._mode is None
-            or (step % self._every and step != 1)
-        ):
-            found = None
-        else:
-            found = _Step(self._model, self._steps.scale, self._mode.pause)
-        if self._mode is not None:
-            self._mode.watch(found)
-        return found
+        if self._last is not None:
+            self._last.close()  # above which somebody else's mode may have been
+        due = self._left and (step == 1 or step % self._every == 0)
+        if not due or self._steps is None or _len_torch_dispatch_stack() != self._depth:
+            return None
+        self._last = _Step(self._model, self._steps.scale)
+        return self._last
 
     def _measured(self, applied: bool) -> None:
         found: _Step = self.collector
-        self._left = None if self._left is None else self._left - 1
+        self._left -= 1
         optimizers = self._steps.ended if isinstance(self._steps, OptimizerSteps) else []
         if self._precision is not None:
             optimizers = [*self._precision.optimizers]
@@ -164,122 +156,36 @@ class record(StepListener):
             warnings.warn(f"{path}: {error}; this step is not recorded", stacklevel=2)
 
 
-class _Mode(Tracker):  # type: ignore[no-untyped-call]
-    """Hands the operations of a recorded step on; it is off in the update and between those."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.step: _Step | None = None
-        super().__init__(model, ModuleCalls(model, lambda *_: None, begun=self._begun))
-        self._on = self._own = False
-        self._depth = _len_torch_dispatch_stack()
-
-    def watch(self, step: _Step | None) -> None:
-        """Take the operations of this step from now on, or of none."""
-        self.step = step
-        if step is None:
-            self.pause()
-        elif not self._on and _len_torch_dispatch_stack() == self._depth:
-            self._handle = self._model.register_forward_pre_hook(
-                Hook(self._inputs), with_kwargs=True
-            )
-            self.__enter__()
-            self._on = True
-
-    def pause(self) -> None:
-        """Leave the stack of modes, unless somebody else's mode is on top of it."""
-        if self._on and _len_torch_dispatch_stack() == self._depth + 1:
-            self._handle.remove()
-            self.__exit__(None, None, None)
-            self._on = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self.step is None or self.step.sealed or self._own:
-            return func(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        several = result if isinstance(result, tuple) else (result,)
-        if func is torch.ops.aten.transpose.int:
-            self.step.turn(result, args[1:])
-        if len(several) > 1 or _is_whole(result):
-            self.step.derive(several, [*args, *(kwargs or {}).values()])
-        return result
-
-    def _begun(self, args: Any) -> None:
-        self._take(lambda step: step.begin((str(i), value) for i, value in enumerate(args)))
-
-    def _inputs(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._take(lambda step: step.inputs(kwargs.items()))
-
-    def _take(self, batch: Callable[[_Step], None]) -> None:
-        again = torch._C._current_graph_task_id() != -1  # by a checkpoint
-        if self.step is not None and torch.is_grad_enabled() and not again:
-            self._own = True
-            with torch.no_grad():
-                batch(self.step)
-            self._own = False
-
-    def passed(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Let what only converts be what it converts."""
-        if self.step is not None:
-            self.step.passed(given, made)
-
-    def ran(self, one: Ran) -> None:
-        """Record one operation."""
-        if self.step is not None and not (one.direction == "update" or self.step.sealed):
-            device = one.made[0].device.type
-            if not torch.is_autocast_enabled(device):  # which would compute sketches in 16 bits
-                self.step.add(one)
-                return
-            with torch.autocast(device, enabled=False):
-                self.step.add(one)
-
-
 def _reference(tensor: Tensor) -> StorageWeakRef:
     """A weak reference to a storage, which keeps its key from being used again."""
     return StorageWeakRef(stored(tensor).untyped_storage())  # type: ignore[no-untyped-call]
 
 
-class _Storages:
-    """A set of the storages of tensors."""
+class _Step(Tracker):  # type: ignore[no-untyped-call]
+    """What one step computed, as rows that name the rows that they read; it ends at the update."""
 
-    def __init__(self) -> None:
-        self._held: dict[int, StorageWeakRef] = {}
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return bool(self._held) and _key(tensor) in self._held
-
-    def put(self, tensor: Tensor, inside: bool = True) -> None:
-        """Put a tensor's storage into the set, or take it out."""
-        if inside:
-            self._held[_key(tensor)] = _reference(tensor)
-        elif self._held:
-            self._held.pop(_key(tensor), None)
-
-
-class _Step:
-    """What one step computed, as rows that name the rows that they read."""
-
-    def __init__(
-        self, model: nn.Module, scale: Callable[[], float], seal: Callable[[], None]
-    ) -> None:
-        self._model, self._ask, self._scale, self._seal = model, scale, 0.0, seal
+    def __init__(self, model: nn.Module, scale: Callable[[], float]) -> None:
+        super().__init__(model, ModuleCalls(model, lambda *_: None))
+        self._ask, self._scale = scale, 0.0
         self._parameters = dict(model.named_parameters())
-        self._rows: list[list[Any]] = []
+        self._rows: list[dict[str, Any]] = []
         self._sums: list[Tensor] = []
         self._bits: list[Tensor] = []
         self._hashes: list[Tensor] = []
-        self._words: dict[str, int] = {}
         self._writers: dict[int, tuple[StorageWeakRef, tuple[int, ...]]] = {}
         self._stored = {
             k: v for n, m in reversed([*model.named_modules()]) for k, v in _stored_in(m, n).items()
         }
-        self._turned, self._derived = _Storages(), _Storages()
+        self._derived: dict[int, StorageWeakRef] = {}  # storages of integers that may differ
         self._known: dict[Any, tuple[Tensor, int]] = {}
         self._passes: list[dict[str, Any]] = []
         self._samples = 1
-        self._modules = [*self._described()]
-        self.sealed = False
+        self._facts = [*self._described()]
+        self._sealed, self._on = False, True
+        hook = Hook(self._begin)
+        self._handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+        self._depth = _len_torch_dispatch_stack()
+        self.__enter__()
 
     @property
     def empty(self) -> bool:
@@ -288,7 +194,27 @@ class _Step:
 
     def close(self) -> None:
         """Keep nothing alive."""
-        self._writers, self._known, self.sealed = {}, {}, True
+        self._seal()
+        self._writers, self._known = {}, {}
+
+    def _seal(self) -> None:
+        """Record no more operations; leave the stack of modes, unless another is on top of it."""
+        self._sealed = True
+        if self._on and _len_torch_dispatch_stack() == self._depth + 1:
+            self._handle.remove()
+            self.__exit__(None, None, None)
+            self._on = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._sealed:
+            return func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        several = result if isinstance(result, tuple) else (result,)
+        if len(several) > 1 or _is_whole(result):
+            self._derive(several, [*args, *(kwargs or {}).values()])
+        return result
 
     def _described(self) -> Iterator[list[Any]]:
         for name, module in self._model.named_modules():
@@ -302,29 +228,25 @@ class _Step:
 
     # --- batches ---------------------------------------------------------------------------------
 
-    def begin(self, args: Any) -> None:
-        """Begin a forward of the whole model, unless it goes on with what the step has computed."""
-        args = [*args]
-        if self._passes and any(self._computed(value) for _, value in args):
-            return
+    def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Begin a forward of the model with a batch, or go on with what the step computed."""
+        again = torch._C._current_graph_task_id() != -1  # by a checkpoint
+        named = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+        computed = self._passes and any(map(self._computed, named.values()))
+        if not (self._sealed or again or computed) and torch.is_grad_enabled():
+            self._sealed = True  # its own operations are none of the model's
+            with torch.no_grad():
+                self._batch(named)
+            self._sealed = False
+
+    def _batch(self, named: Mapping[str, Any]) -> None:
         states = [torch.get_rng_state()]
         if torch.cuda.is_available():
             states.append(torch.cuda.get_rng_state())
         random = zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
-        self._passes.append({"random": random, "batch": {}, "samples": 0})
-        self.inputs(args)
-
-    def _computed(self, value: Any) -> bool:
-        source = self._words.get("source")
-        rows = [r for t in floating(value) for r in self._writers.get(_key(t), (None, ()))[1]]
-        return any(self._rows[row][0] != source for row in rows)
-
-    def inputs(self, named: Any) -> None:
-        """Hash the samples of a batch."""
-        if not self._passes:
-            return
-        batch = self._passes[-1]
-        for name, value in named:
+        batch: dict[str, Any] = {"random": random, "batch": {}, "samples": 0}
+        self._passes.append(batch)
+        for name, value in named.items():
             if isinstance(value, Tensor) and value.dim() and value.numel():
                 size = batch["samples"] = batch["samples"] or len(value)
                 made = self._computed(value)
@@ -339,23 +261,29 @@ class _Step:
             groups //= 2
         self._samples = groups if groups <= K else 1
 
+    def _computed(self, value: Any) -> bool:
+        rows = self._rows_of(*floating(value))
+        return any(self._rows[row]["direction"] != "source" for row in rows)
+
     # --- operations ------------------------------------------------------------------------------
 
-    def _word(self, text: str) -> int:
-        return self._words.setdefault(text, len(self._words))
-
-    def _put(
-        self, value: Tensor, groups: int, head: Sequence[str], args: Any = (), reads: Any = (),
-        ints: Any = (), blocks: int = 32,
-    ) -> int:  # fmt: skip
+    def _put(self, value: Tensor, groups: int, blocks: int = 32, **row: Any) -> int:
         self._sums.append(block_sums(value, groups, blocks))
         self._bits.append(bit_sum(value))
+        forms = [dtype_name(value.dtype)]
+        plain = {"inputs": forms, "outputs": forms, "args": {}, "reads": [], "ints": {}}
         number = max(len(self._passes) - 1, 0)
-        words = [self._word(text) for text in head]
-        self._rows.append([*words, args, reads, ints, number, list(value.shape), groups])
+        where = {"number": number, "shape": [*value.shape], "groups": groups}
+        self._rows.append({**plain, **row, **where})
         return len(self._rows) - 1
 
-    def add(self, one: Ran) -> None:
+    def ran(self, one: Ran) -> None:
+        """Record one operation."""
+        if one.direction != "update":
+            with torch.autocast(one.made[0].device.type, enabled=False):  # or sketches have 16 bits
+                self._add(one)
+
+    def _add(self, one: Ran) -> None:
         """Add one operation's row, and that of what it reads and nothing seen has made."""
         made, names = one.made[0], one.known.names
         pairs = [*zip(names, one.args, strict=False), *one.kwargs.items()]
@@ -368,48 +296,45 @@ class _Step:
             else:
                 values = [*floating(value)]
             for tensor in values:
-                reads |= dict.fromkeys(self._writers_of(tensor, one.place, name))
+                known = self._rows_of(tensor) or (
+                    self._source(tensor, one.place, f"constant {name}"),
+                )
+                reads |= dict.fromkeys(known)
         shared = _key(made) in {_key(t) for t in one.given} and not one.known.writes
-        turned = any(tensor in self._turned for tensor in one.given)
         if (one.op == "cast" and reads) or one.known.collective or shared:
             if not shared:
                 self._write(made, tuple(reads))
-                self._turned.put(made, turned)
             return
         again = one.direction == "forward" and torch._C._current_graph_task_id() != -1
         direction = "recomputed" if again else one.direction
         value = stored(made.detach())
         if direction == "backward" and not self._scale:
             self._scale = self._ask()
-        args = [[self._word(k), v] for k, v in pairs if _is_option(v)]
-        ints = [[self._word(k), self._hash(v)] for k, v in pairs if self._is_data(v)]
         size = len(value) if value.dim() else 1
-        groups = self._samples if size % self._samples == 0 and not turned else 1
-        forms = [", ".join(one.inputs), ", ".join(one.outputs)]
-        head = [direction, one.place.module, one.op, *forms]
-        row = self._put(value, groups, head, args, [*reads][:16], ints)
+        groups = self._samples if size % self._samples == 0 else 1
+        row = self._put(
+            value, groups, direction=direction, module=one.place.module, op=one.op,
+            inputs=one.inputs, outputs=one.outputs, reads=[*reads][:16],
+            args={k: v for k, v in pairs if _is_option(v)},
+            ints={k: self._hash(v) for k, v in pairs if self._is_data(v)},
+        )  # fmt: skip
         for tensor in one.made:
             self._write(tensor, (row,))
-            self._turned.put(tensor, turned)
 
     def passed(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Let results count as what made the operands."""
-        reads = dict.fromkeys(r for t in given for r in self._writers.get(_key(t), (None, ()))[1])
+        """Let what only converts be what it converts."""
         for tensor in made:
-            if reads:
-                self._write(tensor, tuple(reads))
+            self._write(tensor, self._rows_of(*given))
 
     def _write(self, tensor: Tensor, rows: tuple[int, ...]) -> None:
         ref = _reference(tensor)
-        self._writers[ref.cdata] = ref, rows
+        if rows:
+            self._writers[ref.cdata] = ref, rows
 
-    def _writers_of(self, tensor: Tensor, place: Location, argument: str) -> tuple[int, ...]:
-        known = self._writers.get(_key(tensor))
-        return (
-            known[1]
-            if known is not None
-            else (self._source(tensor, place, f"constant {argument}"),)
-        )
+    def _rows_of(self, *tensors: Tensor) -> tuple[int, ...]:
+        """The rows that have made tensors, as far as that was seen."""
+        known = [self._writers[_key(t)][1] for t in tensors if _key(t) in self._writers]
+        return tuple(dict.fromkeys(row for rows in known for row in rows))
 
     def _source(self, tensor: Tensor, place: Location, name: str) -> int:
         """Add a row for a weight, buffer, input or constant that is read for the first time."""
@@ -422,31 +347,24 @@ class _Step:
         samples = self._samples if value.dim() and len(value) % self._samples == 0 else 1
         weight = name.startswith(("parameter", "buffer"))
         groups, blocks = (1, K) if weight else (samples, 32)
-        form = dtype_name(value.dtype)
-        head = ["source", place.module, name, form, form]
-        row = self._put(value, groups, head, blocks=blocks)
+        row = self._put(value, groups, blocks, direction="source", module=place.module, op=name)
         self._write(tensor, (row,))
         return row
 
     def _is_data(self, value: Any) -> bool:
-        return _is_whole(value) and value not in self._derived
+        return _is_whole(value) and _key(value) not in self._derived
 
-    def turn(self, made: Tensor, dims: Sequence[int]) -> None:
-        """Remember storages whose rows are no samples, as dims 0 and 1 were swapped."""
-        if made.dim() > 2 and {d % made.dim() for d in dims} == {0, 1}:
-            self._turned.put(made, made not in self._turned)
-
-    def derive(self, made: Sequence[Any], given: Sequence[Any]) -> None:
+    def _derive(self, made: Sequence[Any], given: Sequence[Any]) -> None:
         """Remember what has no row: further results, and integers that may differ by rounding."""
         tensors = [*floating(made)]
         for tensor in tensors[1:]:
-            if _key(tensor) not in self._writers and _key(tensors[0]) in self._writers:
-                self._write(tensor, self._writers[_key(tensors[0])][1])
+            if not self._rows_of(tensor):
+                self._write(tensor, self._rows_of(tensors[0]))
         whole = [value for value in made if _is_whole(value)]
-        rounded = whole and any(_is_whole(v) and v in self._derived for v in given)
-        if rounded or (whole and [*floating(given)]):
-            for value in whole:
-                self._derived.put(value)
+        if whole and (
+            [*floating(given)] or any(_is_whole(v) and not self._is_data(v) for v in given)
+        ):
+            self._derived |= {_key(value): _reference(value) for value in whole}
 
     def _hash(self, value: Tensor) -> int:
         """Hash integers or truth values as a whole, and sample by sample in any order."""
@@ -464,11 +382,9 @@ class _Step:
 
     def before(self, name: str, weight: Tensor) -> None:
         """Take a weight before the update, after which nothing more is recorded."""
-        if not self.sealed:
-            self.sealed = True
-            self._seal()
-        read = self._writers.get(_key(weight), (None, ()))[1]
-        if not read or self._rows[read[0]][2] != self._words.get(f"parameter {name}"):
+        self._seal()
+        read = self._rows_of(weight)
+        if not read or self._rows[read[0]]["op"] != f"parameter {name}":
             self._weight("before", name, weight)  # the forward has read another: a master
 
     def after(self, name: str, weight: Tensor) -> None:
@@ -481,8 +397,7 @@ class _Step:
 
     def _weight(self, direction: str, name: str, value: Tensor) -> None:
         parameter, local = self._parameters.get(name), stored(value.detach())
-        reads = () if direction == "after" else self._writers.get(_key(value), (None, ()))[1]
-        form = dtype_name(local.dtype)
+        reads = () if direction == "after" else self._rows_of(value)
         if isinstance(parameter, DTensor) and parameter.shape != local.shape:
             box = parameter.__create_chunk_list__()[0]
             whole = local.new_zeros(parameter.shape)
@@ -495,7 +410,7 @@ class _Step:
             local, direction = whole, f"{direction} part" if not any(replicas) else "copy"
         if local.numel() and direction != "copy":
             with torch.no_grad(), torch.autocast(local.device.type, enabled=False):
-                self._put(local, 1, [direction, "", name, form, form], reads=[*reads], blocks=K)
+                self._put(local, 1, K, direction=direction, module="", op=name, reads=[*reads])
 
     def _tied(self) -> Iterator[list[str]]:
         names: dict[int, list[str]] = {}
@@ -521,33 +436,26 @@ class _Step:
             for key, value in state.items()
             if isinstance(value, Tensor) and value.dim()
         }
-        head |= {"passes": self._passes, "modules": self._modules, "groups": groups}
+        head |= {"passes": self._passes, "modules": self._facts, "groups": groups}
         names = [[n, [*p.shape]] for n, p in self._parameters.items()]
         head |= {"parameters": names, "tied": [*self._tied()]}
-        head |= {"states": states, "scale": self._scale or 1.0, "words": [*self._words]}
+        head |= {"states": states, "scale": self._scale or 1.0}
         flat = torch.cat(self._sums).cpu().numpy()
         cuts = np.cumsum([len(each) for each in self._sums])[:-1]
-        groups_of = [row[-1] for row in self._rows]
+        groups_of = [row["groups"] for row in self._rows]
         found = [*map(sketch_of, np.split(flat, cuts), groups_of)]
-        bits = torch.stack(self._bits).cpu().numpy()
-        hashes = torch.stack(self._hashes).cpu().numpy() if self._hashes else None
+        arrays = {"bits": torch.stack(self._bits).cpu().numpy()}
+        arrays["hashes"] = torch.stack(self._hashes or [torch.zeros(2).long()]).cpu().numpy()
         width = K
         while True:
-            rows = [[*row, f.shape[1]] for row, f in zip(self._rows, found, strict=True)]
-            text = json.dumps({**head, "rows": rows}, separators=(",", ":"))
-            numbers = np.concatenate([f.reshape(-1) for f in found])
-            arrays = {"sketches": numbers, "bits": bits[: len(rows)]}
-            if hashes is not None:
-                arrays["hashes"] = hashes
-            size = len(text) + sum(a.nbytes for a in arrays.values())
-            if size < MOST_BYTES or width == 1:
-                break
+            rows = [{**row, "width": f.shape[1]} for row, f in zip(self._rows, found, strict=True)]
+            text = zlib.compress(json.dumps({**head, "rows": rows}).encode(), 1)
+            arrays["step"] = np.frombuffer(text, np.uint8)
+            arrays["sketches"] = np.concatenate([f.reshape(-1) for f in found])
+            if sum(a.nbytes for a in arrays.values()) < MOST_BYTES or width == 1:
+                return save(arrays, {"sha256": digest_of(arrays)})
             width //= 2
             found = [fold(f, width) for f in found]
-        digest = hashlib.sha256(text.encode())
-        for key in sorted(arrays):
-            digest.update(arrays[key].tobytes())
-        return save(arrays, {"step": text, "sha256": digest.hexdigest()})
 
 
 def _stored_in(module: nn.Module, name: str) -> dict[int, tuple[str, Tensor]]:
@@ -558,6 +466,11 @@ def _stored_in(module: nn.Module, name: str) -> dict[int, tuple[str, Tensor]]:
             if tensor is not None and not nn.parameter.is_lazy(tensor) and tensor.numel():
                 found[_key(tensor)] = f"{kind} {name}.{own}".replace(" .", " "), tensor
     return found
+
+
+def digest_of(arrays: Mapping[str, np.ndarray]) -> str:
+    """The SHA-256 of arrays, as hex digits."""
+    return hashlib.sha256(b"".join(arrays[key].tobytes() for key in sorted(arrays))).hexdigest()
 
 
 def _key(tensor: Tensor) -> int:
