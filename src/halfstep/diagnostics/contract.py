@@ -157,7 +157,7 @@ class contract(Tracker):  # type: ignore[no-untyped-call]
         self._handles = [before, steps.register_optimizer_step_post_hook(self._after)]
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Leave the model and torch's optimizers as they were; what was recorded stays."""
         self.calls.unhook()
         for handle in self._handles:
             handle.remove()

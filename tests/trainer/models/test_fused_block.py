@@ -108,6 +108,7 @@ class Own(nn.Parameter):
 
 CHANGES = {
     "hook": lambda m: m.mlp.up.register_forward_hook(lambda *_: None),
+    "dropout's hook": lambda m: m.dropout.register_forward_hook(lambda *_: None),
     "outer hook": lambda m: m.attn.register_full_backward_hook(lambda *_: None),
     "forward": lambda m: setattr(m.attn.proj, "forward", lambda x: x),
     "another's forward": lambda m: setattr(m.attn.proj, "forward", m.attn_norm.forward),

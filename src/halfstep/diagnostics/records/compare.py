@@ -141,7 +141,7 @@ def compare(a: str | Path, b: str | Path, *, floor: Sequence[str | Path] = ()) -
 
 
 class _Pair:
-    """Two records."""
+    """The steps that two records share, and what is counted and noted over all of them."""
 
     def __init__(
         self, a: Recorded, b: Recorded, floor: Mapping[tuple[str, str, str], float]
@@ -191,7 +191,7 @@ class _Pair:
 
 
 class _Steps:
-    """One step of both."""
+    """A step that both records have, with its operations paired."""
 
     def __init__(self, pair: _Pair, a: Step, b: Step, number: int) -> None:
         self.pair, self.a, self.b, self.number = pair, a, b, number

@@ -55,7 +55,7 @@ class Row:
 
     @property
     def size(self) -> int:
-        """Its number of elements."""
+        """How many elements the whole result has, before it was sketched."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property

@@ -193,7 +193,7 @@ class _Step(Tracker):  # type: ignore[no-untyped-call]
         return not self._rows
 
     def close(self) -> None:
-        """Keep nothing alive."""
+        """Record no more operations, and let go of every tensor that was looked at."""
         self._seal()
         self._writers, self._known = {}, {}
 
@@ -278,7 +278,7 @@ class _Step(Tracker):  # type: ignore[no-untyped-call]
         return len(self._rows) - 1
 
     def ran(self, one: Ran) -> None:
-        """Record one operation."""
+        """Keep the sketch of an operation's result; of an update, weights are kept instead."""
         if one.direction != "update":
             with torch.autocast(one.made[0].device.type, enabled=False):  # or sketches have 16 bits
                 self._add(one)
@@ -392,7 +392,7 @@ class _Step(Tracker):  # type: ignore[no-untyped-call]
         self._weight("after", name, weight)
 
     def gradient(self, name: str, gradient: Tensor, scale: float) -> None:
-        """Take a finished gradient."""
+        """Keep the sketch of a finished gradient, as it is without the loss scale."""
         self._weight("gradient", name, gradient if scale == 1 else gradient / scale)
 
     def _weight(self, direction: str, name: str, value: Tensor) -> None:
